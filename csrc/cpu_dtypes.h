@@ -1,0 +1,144 @@
+// float16 and bfloat16 on the CPU, computed with in float32. Written without branches, so that the compiler turns a loop
+// over them into vectors, which it doesn't with the types of torch/headeronly.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+
+#include "check.h"
+
+namespace extension_cpp {
+
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+
+namespace detail {
+
+// condition ? x : y on bits; a ternary on computed floats would become a branch.
+inline uint32_t select(bool condition, uint32_t x, uint32_t y) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return (x & mask) | (y & ~mask);
+}
+
+}  // namespace detail
+
+inline float load(float x) {
+  return x;
+}
+inline double load(double x) {
+  return x;
+}
+
+inline float load(bfloat16 x) {
+  return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
+
+inline float load(float16 x) {
+  const uint32_t magnitude = x.bits & 0x7fff, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t finite = detail::select(magnitude < 0x0400, subnormal, normal);
+  return std::bit_cast<float>(sign | finite | detail::select(magnitude >= 0x7c00, 0x7f800000, 0));
+}
+
+inline void store(float& to, float value) {
+  to = value;
+}
+inline void store(double& to, double value) {
+  to = value;
+}
+
+inline void store(bfloat16& to, float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t nearest_even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to.bits = static_cast<uint16_t>(detail::select((bits & 0x7fffffff) > 0x7f800000, 0x7fc0, nearest_even));
+}
+
+inline void store(float16& to, float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = (bits >> 16) & 0x8000;
+  const uint32_t nearest_even = (magnitude + 0x0fff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+  // Adding 0.5 rounds to a multiple of 2^-24, the smallest float16.
+  const uint32_t subnormal =
+      std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
+  uint32_t half = detail::select(magnitude < 0x38800000, subnormal, nearest_even);
+  half = detail::select(magnitude >= 0x477ff000, 0x7c00, half);
+  half = detail::select(magnitude > 0x7f800000, 0x7e00, half);
+  to.bits = static_cast<uint16_t>(sign | half);
+}
+
+// Whole vectors of float16, by the instructions for it where the machine has them.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+namespace detail {
+
+inline bool has_f16c() {
+  static const bool yes = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return yes;
+}
+
+__attribute__((target("avx2,f16c"))) inline int64_t load_f16c(const float16* from, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+  return i;
+}
+
+__attribute__((target("avx2,f16c"))) inline int64_t store_f16c(float16* to, const float* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+  return i;
+}
+
+}  // namespace detail
+
+inline void load(const float16* from, float* to, int64_t n) {
+  int64_t i = detail::has_f16c() ? detail::load_f16c(from, to, n) : 0;
+  for (; i < n; ++i) to[i] = load(from[i]);
+}
+inline void store(float16* to, const float* from, int64_t n) {
+  int64_t i = detail::has_f16c() ? detail::store_f16c(to, from, n) : 0;
+  for (; i < n; ++i) store(to[i], from[i]);
+}
+
+#else
+
+inline void load(const float16* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = load(from[i]);
+}
+inline void store(float16* to, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) store(to[i], from[i]);
+}
+
+#endif
+
+// Calls f with a value of the CPU type of a checked dtype: f(float16{}), f(bfloat16{}), f(float{}) or f(double{}).
+template <class F>
+void dispatch_floating_cpu(int32_t dtype, F f) {
+  if (dtype == dtypes::kFloat32) return f(float{});
+  if (dtype == dtypes::kBFloat16) return f(bfloat16{});
+  if (dtype == dtypes::kFloat16) return f(float16{});
+  f(double{});
+}
+
+}  // namespace extension_cpp

@@ -1,0 +1,54 @@
+// One binary for every x86-64: code is compiled for the baseline, for AVX2 and for AVX-512, and the machine's own is
+// chosen at run time. No -march.
+#pragma once
+
+namespace extension_cpp::simd {
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+enum class Level { kBaseline, kAvx2, kAvx512 };
+
+inline Level level() {
+  static const Level found = [] {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Level::kBaseline;
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return avx512 ? Level::kAvx512 : Level::kAvx2;
+  }();
+  return found;
+}
+
+namespace detail {
+
+// `flatten` inlines all that body calls, and so compiles it again for these instructions.
+template <class Body>
+__attribute__((target("avx2,fma"), flatten)) void run_avx2(const Body& body) {
+  body();
+}
+template <class Body>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"), flatten)) void run_avx512(
+    const Body& body) {
+  body();
+}
+
+}  // namespace detail
+
+template <class Body>
+void run(const Body& body) {
+  switch (level()) {
+    case Level::kAvx512: return detail::run_avx512(body);
+    case Level::kAvx2: return detail::run_avx2(body);
+    case Level::kBaseline: return body();
+  }
+}
+
+#else
+
+template <class Body>
+void run(const Body& body) {
+  body();
+}
+
+#endif
+
+}  // namespace extension_cpp::simd

@@ -1,0 +1,16 @@
+"""PyTorch operators for CPU and CUDA, from one binary a backend for every Python >= 3.10 and every torch >= 2.10.
+
+The operators are functions of this module and of ``extension_cpp.ops``; the dispatcher has them as
+``torch.ops.extension_cpp.<name>``.
+"""
+
+from extension_cpp import _loader
+from extension_cpp._version import __version__
+
+load_errors: dict[str, str] = _loader.load()
+"""Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
+
+from extension_cpp import ops  # noqa: E402  (the schemas must be there first)
+from extension_cpp.ops import *  # noqa: E402, F403
+
+__all__ = ["__version__", "load_errors", "ops", *ops.__all__]

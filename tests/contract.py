@@ -1,0 +1,380 @@
+"""What every operator must pass, on every device present and in every dtype.
+
+A test module describes its operator once and inherits the checks:
+
+    class TestMyOp(Contract):
+        op = Operator(name="my_op", function=extension_cpp.my_op, reference=my_op_reference, samples=...)
+
+The checks use nothing of the operator but that description, so each of them can be shown to fail: test_contract.py
+runs them on operators that are broken on purpose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SENTINEL = 77.0
+GUARD = 64  # elements on either side of a guarded tensor
+
+Args = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as the contract sees it."""
+
+    name: str
+    function: Callable
+    """The public function."""
+    reference: Callable
+    """The same in plain PyTorch, right in any floating dtype."""
+    samples: Callable[[str, torch.dtype], Iterable[Args]]
+    """Arguments that together reach every path of the operator."""
+    errors: Callable[[str], Iterable[tuple[Args, str]]] = lambda device: ()
+    """Arguments that are wrong, and the whole message that they must give, from the real and the fake kernel."""
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+    differentiable: bool = True
+    writes: tuple[int, ...] = ()
+    """Which arguments the operator writes into."""
+    ulps: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(FLOATING, 1.0))
+    """Allowed error in units of the dtype's epsilon, relative to the sum of the magnitudes that enter a result."""
+    magnitude: Callable | None = None
+    """That sum, from the arguments in float64; the magnitude of the result itself where None."""
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.extension_cpp, self.name).default
+
+
+def tensors(args: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], args: Any) -> Any:
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, args)
+
+
+def once(t: Tensor) -> Tensor:
+    """t without its broadcast dimensions' repetitions."""
+    return t[tuple(slice(1) if stride == 0 and size else slice(None) for size, stride in zip(t.shape, t.stride()))]
+
+
+def clone(t: Tensor) -> Tensor:
+    """A copy with the same strides, gaps and broadcast dimensions included."""
+    source = once(t)
+    copy = torch.empty_strided(source.shape, source.stride(), dtype=t.dtype, device=t.device)
+    return copy.copy_(source).expand(t.shape)
+
+
+def run(op: Operator, function: Callable, args: Args) -> list[Tensor]:
+    """The results of a call: what it returns and what it wrote."""
+    returned = function(*args)
+    return [*tensors(returned), *(args[i] for i in op.writes)]
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Equal including the sign of zero; one NaN is like another."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return bool(((x == y) & (x.signbit() == y.signbit()) | x.isnan() & y.isnan()).all())
+
+
+def significant_strides(t: Tensor) -> tuple[int, ...]:
+    """Strides of the dimensions whose strides mean something."""
+    if t.numel() == 0:
+        return ()
+    return tuple(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+
+
+def guarded(t: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """A copy of t amid sentinels, off any alignment, and a test that the sentinels around its elements are untouched."""
+    source = once(t)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride())) if t.numel() else 0
+    buffer = torch.full((extent + 2 * GUARD + 1,), SENTINEL, dtype=t.dtype, device=t.device)
+    inside = torch.zeros_like(buffer, dtype=torch.bool)
+    view, mask = (x.as_strided(source.shape, source.stride(), GUARD + 1) for x in (buffer, inside))
+    view.copy_(source)
+    mask.fill_(True)
+    return view.expand(t.shape), lambda: bool((buffer[~inside] == SENTINEL).all())
+
+
+def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The values of t in every kind of memory layout."""
+    yield "contiguous", t.clone(memory_format=torch.contiguous_format)
+    yield "offset", torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
+    if t.dim() >= 1:
+        yield "every second element", torch.stack([t, t], dim=-1)[..., 0]
+        yield "reversed dimensions", t.permute(*range(t.dim() - 1, -1, -1)).contiguous().permute(
+            *range(t.dim() - 1, -1, -1)
+        )
+        yield "rows of a wider matrix", torch.cat([t, t], dim=-1)[..., : t.shape[-1]]
+    if t.dim() == 4:
+        yield "channels last", t.contiguous(memory_format=torch.channels_last)
+
+
+class Contract:
+    """The checks. `op` is the operator under test; subclasses may add tests of their own."""
+
+    op: Operator
+
+    @pytest.fixture(params=DEVICES)
+    def device(self, request) -> str:
+        return request.param
+
+    @pytest.fixture(params=FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    def dtype(self, request) -> torch.dtype:
+        if request.param not in self.op.dtypes:
+            pytest.skip(f"{self.op.name} does not take {request.param}")
+        return request.param
+
+    def compare_with_reference(self, args: Args) -> None:
+        """Within the rounding error that the operator declares, of the reference in float64."""
+        op = self.op
+        exact = map_tensors(lambda t: t.detach().to(torch.float64), args)
+        expected = run(op, op.reference, exact)
+        actual = run(op, op.function, args)
+        scales = [e.abs() for e in expected] if op.magnitude is None else tensors(op.magnitude(*exact))
+        for got, want, scale in zip(actual, expected, scales, strict=True):
+            assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+            dtype = tensors(args)[0].dtype
+            assert got.dtype == dtype, f"dtype {got.dtype}, expected {dtype}"
+            finite = want.abs() <= torch.finfo(dtype).max
+            bound = op.ulps[dtype] * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
+            error = (got.to(torch.float64) - want).abs()
+            assert (error[finite] <= bound[finite]).all(), f"off by {error[finite].max():.3g} on {describe(args)}"
+            assert same_bits(got[~finite], want[~finite].to(dtype)), f"wrong infinity or NaN on {describe(args)}"
+
+    def test_parity(self, device, dtype):
+        """The values of the reference, computed in higher precision."""
+        for args in self.op.samples(device, dtype):
+            self.compare_with_reference(args)
+
+    def test_layouts(self, device, dtype):
+        """The same bits from every layout of each argument as from contiguous ones, and the arguments stay as they are."""
+        op = self.op
+        for args in self.op.samples(device, dtype):
+            expected = [t.clone() for t in run(op, op.function, map_tensors(torch.clone, args))]
+            for i, arg in enumerate(args):
+                if not isinstance(arg, Tensor) or not arg.numel():
+                    continue
+                for name, laid_out in layouts(arg):
+                    others = map_tensors(torch.clone, args)
+                    changed = (*others[:i], laid_out, *others[i + 1 :])
+                    results = run(op, op.function, changed)
+                    for got, want in zip(results, expected, strict=True):
+                        assert same_bits(got, want), f"argument {i} with layout {name!r}: wrong on {describe(changed)}"
+                    for k, (before, after) in enumerate(zip(args, changed, strict=True)):
+                        if isinstance(before, Tensor) and k not in op.writes:
+                            assert same_bits(before, after), f"argument {k} was changed by {describe(changed)}"
+
+    def test_nothing_outside_is_touched(self, device, dtype):
+        """Each tensor lies amid sentinels: nothing outside is written, and nothing outside changes the result."""
+        op = self.op
+        for args in self.op.samples(device, dtype):
+            expected = run(op, op.function, map_tensors(clone, args))
+            checks = []
+
+            def guard(t):
+                view, untouched = guarded(t)
+                checks.append(untouched)
+                return view
+
+            inside = map_tensors(guard, args)
+            results = run(op, op.function, inside)
+            for got, want in zip(results, expected, strict=True):
+                assert same_bits(got, want), f"the surroundings change the result of {describe(args)}"
+            assert all(untouched() for untouched in checks), f"wrote outside its tensors on {describe(args)}"
+
+    def test_same_bits_every_time(self, device, dtype):
+        op = self.op
+        for args in self.op.samples(device, dtype):
+            first = [t.clone() for t in run(op, op.function, map_tensors(clone, args))]
+            for got, want in zip(run(op, op.function, map_tensors(clone, args)), first, strict=True):
+                assert same_bits(got, want), f"another result the second time on {describe(args)}"
+
+    def test_opcheck(self, device):
+        """PyTorch's own checks of schema, autograd registration, fake kernel and AOT dispatch."""
+        for args in self.op.samples(device, torch.float32):
+            opcheck(self.op.overload, args)
+            if self.op.differentiable:
+                opcheck(self.op.overload, map_tensors(lambda t: t.detach().clone().requires_grad_(), args))
+
+    def test_fake_kernel(self, device, dtype):
+        """Shape, dtype, strides and device of the real result, from the fake kernel."""
+        op = self.op
+        for args in self.op.samples(device, dtype):
+            for i, arg in enumerate(args):
+                for name, laid_out in layouts(arg) if isinstance(arg, Tensor) and arg.numel() else ():
+                    changed = (*args[:i], laid_out, *args[i + 1 :])
+                    real = tensors(op.function(*map_tensors(clone, changed)))
+                    with FakeTensorMode() as mode:
+                        fake = tensors(op.function(*map_tensors(mode.from_tensor, changed)))
+                    assert len(real) == len(fake)
+                    for r, f in zip(real, fake, strict=True):
+                        what = f"for argument {i} with layout {name!r} in {describe(changed)}"
+                        assert tuple(f.shape) == tuple(r.shape), f"shape {tuple(f.shape)}, not {tuple(r.shape)} {what}"
+                        assert f.dtype == r.dtype, f"dtype {f.dtype}, not {r.dtype} {what}"
+                        assert f.device == r.device, f"device {f.device}, not {r.device} {what}"
+                        strides = significant_strides(f), significant_strides(r)
+                        assert strides[0] == strides[1], f"strides {strides[0]}, not {strides[1]} {what}"
+
+    def differentiable_samples(self, device: str, dtype: torch.dtype) -> Iterator[Args]:
+        if not self.op.differentiable:
+            pytest.skip(f"{self.op.name} has no derivative")
+        for args in self.op.samples(device, dtype):
+            if sum(t.numel() for t in tensors(args)) <= 100:
+                yield map_tensors(lambda t: t.detach().clone().requires_grad_(), args)
+
+    def test_gradcheck(self, device):
+        """First and second derivatives against finite differences, of all arguments and of each alone."""
+        for args in self.differentiable_samples(device, torch.float64):
+            assert torch.autograd.gradcheck(self.op.function, args)
+            assert torch.autograd.gradgradcheck(self.op.function, args)
+            for i, arg in enumerate(args):
+                if isinstance(arg, Tensor):
+                    alone = tuple(a.detach() if isinstance(a, Tensor) and k != i else a for k, a in enumerate(args))
+                    assert torch.autograd.gradcheck(self.op.function, alone)
+
+    def test_gradients_of_reference(self, device, dtype):
+        """The reference's gradients, in every dtype, for a gradient that is not contiguous."""
+        op = self.op
+        for args in self.differentiable_samples(device, dtype):
+            exact = map_tensors(lambda t: t.detach().to(torch.float64).requires_grad_(), args)
+            for got, want in zip(gradients(op.function, args), gradients(op.reference, exact), strict=True):
+                assert got.dtype == dtype
+                eps = torch.finfo(dtype).eps
+                torch.testing.assert_close(got.double(), want.double(), rtol=8 * eps, atol=8 * eps * (1 + want.abs().max().item() if want.numel() else 1))
+
+    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    def test_compile(self, device, dynamic):
+        """One graph, the eager result and gradients, and no new graph for a new size when dynamic."""
+        op = self.op
+        torch._dynamo.reset()
+        compiled = torch.compile(op.function, fullgraph=True, dynamic=dynamic)
+        samples = [args for args in op.samples(device, torch.float32) if any(t.numel() > 1 for t in tensors(args))]
+        for args in samples[:3]:
+            expected = run(op, op.function, map_tensors(clone, args))
+            actual = run(op, compiled, map_tensors(clone, args))
+            for got, want in zip(actual, expected, strict=True):
+                assert same_bits(got, want) and significant_strides(got) == significant_strides(want)
+            if op.differentiable:
+                leaves = map_tensors(lambda t: t.detach().clone().requires_grad_(), args)
+                for got, want in zip(gradients(compiled, leaves), gradients(op.function, leaves), strict=True):
+                    torch.testing.assert_close(got, want)
+        if dynamic:
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend("inductor")
+            compiled = torch.compile(op.function, fullgraph=True, dynamic=True, backend=counter)
+            args = next(args for args in samples if all(t.dim() == 1 and t.numel() > 1 for t in tensors(args)))
+            for repeat in (1, 2, 3):
+                run(op, compiled, map_tensors(lambda t, repeat=repeat: t.repeat(repeat), args))
+            assert counter.frame_count == 1, f"{counter.frame_count} graphs for three sizes"
+
+    def test_errors(self, device):
+        """The documented error from the real and from the fake kernel, with all arguments left as they were."""
+        op = self.op
+        for args, message in op.errors(device):
+            before = map_tensors(lambda t: t.detach().clone(), args)
+            with pytest.raises((RuntimeError, TypeError), match=re.escape(message)):
+                op.function(*args)
+            for was, now in zip(tensors(before), tensors(args), strict=True):
+                assert torch.equal(was, now.detach()), f"an argument was changed before the error {message!r}"
+            with FakeTensorMode() as mode, pytest.raises((RuntimeError, TypeError), match=re.escape(message)):
+                op.function(*fake_args(mode, args))
+
+    def test_non_tensors(self, device):
+        """A number, a string or None in place of a tensor: an error that names the operator and the argument."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        for i, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                for wrong in (1, "text", None, [1.0]):
+                    with pytest.raises((RuntimeError, TypeError)) as error:
+                        op.function(*args[:i], wrong, *args[i + 1 :])
+                    name = op.overload._schema.arguments[i].name
+                    assert op.name in str(error.value) and re.search(rf"\b{name}\b", str(error.value)), str(error.value)
+
+    # CUDA alone
+
+    def cuda_samples(self) -> Iterator[Args]:
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        yield from self.op.samples("cuda", torch.float32)
+
+    def test_side_stream(self):
+        """Ordered with the work around it on the stream that is current, not on the default one."""
+        op = self.op
+        for args in self.cuda_samples():
+            expected = [t.clone() for t in run(op, op.function, map_tensors(clone, args))]
+            late = map_tensors(lambda t: clone(torch.zeros_like(t)), args)
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(50_000_000)
+                for to, value in zip(tensors(late), tensors(args), strict=True):
+                    to.copy_(value)
+                results = [t.clone() for t in run(op, op.function, late)]
+            torch.cuda.synchronize()
+            for got, want in zip(results, expected, strict=True):
+                assert same_bits(got, want), f"not ordered with its stream on {describe(args)}"
+
+    def test_second_device(self):
+        """Tensors on a device that is not the current one."""
+        op = self.op
+        for args in self.cuda_samples():
+            if torch.cuda.device_count() < 2:
+                pytest.skip("one CUDA device only")
+            there = map_tensors(lambda t: t.to("cuda:1"), args)
+            expected = run(op, op.function, map_tensors(clone, args))
+            for got, want in zip(run(op, op.function, there), expected, strict=True):
+                assert got.device == torch.device("cuda:1") and same_bits(got.to(want.device), want)
+            assert torch.cuda.current_device() == 0
+
+    def test_cuda_graph(self):
+        """Captured once, replayed on new values."""
+        op = self.op
+        for args in self.cuda_samples():
+            static = map_tensors(lambda t: torch.zeros_like(t), args)
+            run(op, op.function, static)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = run(op, op.function, static)
+            for to, value in zip(tensors(static), tensors(args), strict=True):
+                to.copy_(value)
+            graph.replay()
+            expected = run(op, op.function, map_tensors(torch.clone, args))
+            for got, want in zip(results, expected, strict=True):
+                assert same_bits(got, want), f"the replayed graph is wrong on {describe(args)}"
+
+
+def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:
+    outputs = [t for t in tensors(function(*args)) if t.requires_grad]
+    # Every second element of a wider tensor: a gradient that is not contiguous, as a user's may be.
+    seeds = [torch.linspace(-1, 1, 2 * t.numel(), dtype=torch.float64)[::2].reshape(t.shape).to(t) for t in outputs]
+    return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds)
+
+
+def fake_args(mode: FakeTensorMode, args: Args) -> Args:
+    """Fake versions of the arguments that still share memory where the real ones do."""
+    return map_tensors(lambda t: mode.fake_tensor_converter.from_real_tensor(mode, t), args)
+
+
+def describe(args: Args) -> str:
+    parts = [
+        f"{str(a.dtype).removeprefix('torch.')}{tuple(a.shape)} strides {a.stride()}" if isinstance(a, Tensor) else repr(a)
+        for a in args
+    ]
+    return "(" + ", ".join(parts) + ")"
