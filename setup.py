@@ -59,11 +59,6 @@ def gencode_flags():
     return flags
 
 
-def escape(path):
-    """A path as build.ninja wants it."""
-    return re.sub(r"([$ :])", r"$\1", str(path))
-
-
 class NinjaBuild(build_ext):
     """Compiles each file on its own, in parallel, and only what has changed since the last build."""
 
@@ -75,19 +70,24 @@ class NinjaBuild(build_ext):
             return f"{fullname.replace('.', '/')}.so"
         return super().get_ext_filename(fullname)
 
-    def rules(self, build):
+    def finalize_options(self):
+        super().finalize_options()
+        self.build_temp = "build/ninja"  # setuptools takes a new folder for each editable install
+
+    def rules(self):
         """The commands of build.ninja, by name."""
         from torch.utils import cpp_extension  # Only to learn where torch's headers and libraries are.
 
         include, library = cpp_extension.include_paths()[0], cpp_extension.library_paths()[0]
         # No path of this machine gets into the libraries: messages name csrc/... and include/torch/...
-        maps = [f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={include}=include"]
-        host = ["-fPIC", "-fvisibility=hidden", "-Wall", *maps, "-g" if DEBUG else "-g0"]
+        host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if DEBUG else "-g0"]
+        host += [f"-ffile-prefix-map={include}=include"] if " " not in include else []  # nvcc can't pass a space on
         common = ["-std=c++20", "-O0" if DEBUG else "-O3", "-isystem", include, *STABLE_ABI]
         python = [flag for path in self.include_dirs for flag in ("-isystem", path)]
         cxx = shlex.split(os.environ.get("CXX", "c++"))
         # Through libtorch.so, libtorch_cuda.so comes into scope at load time; a CPU build of torch has no such file.
-        torch = [f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu"]
+        strip = [] if DEBUG else ["-Wl,-s"]
+        torch = [f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *strip]
         output = "-MMD -MF $out.d -c $in -o $out"
         env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
         rules = {
@@ -100,41 +100,45 @@ class NinjaBuild(build_ext):
             wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
             linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
             rules["nvcc"] = f"{shlex.join([*nvcc, *common, *device, *wrapped])} {output}"
-            rules["link_nvcc"] = f"{shlex.join(nvcc)} -shared -cudart=static $in -o $out {shlex.join(linked)}"
+            rules["link_nvcc"] = (
+                f"{shlex.join(nvcc)} -shared -cudart=static --no-device-link $in -o $out {shlex.join(linked)}"
+            )
         return rules
 
     def build_extensions(self):
         backends = "CPU and CUDA" if self.nvcc else "CPU only"
         print(f"extension_cpp: building for {backends} ({self.reason})", flush=True)
-        build = Path(self.build_temp).resolve()
-        build.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for name, command in self.rules(build).items():
+        build = Path(self.build_temp)
+        (ROOT / build).mkdir(parents=True, exist_ok=True)
+        lines = [f"builddir = {build}"]
+        for name, command in self.rules().items():
             lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
             lines += [] if name.startswith("link") else ["  depfile = $out.d", "  deps = gcc"]
         targets = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
         for ext, target in zip(self.extensions, targets):
             compiler = "nvcc" if ext.name.endswith("_cuda") else "cxx"
-            objects = {escape(f"{Path(source).name}.o"): escape(ROOT / source) for source in ext.sources}
+            objects = {f"{build}/{Path(source).name}.o": source for source in ext.sources}
             lines += [f"build {obj}: {compiler} {source}" for obj, source in objects.items()]
-            lines += [f"build {target.name}: link_{compiler} {' '.join(objects)}"]
-        (build / "build.ninja").write_text("\n".join(lines) + "\n")
+            lines += [f"build {build / target.name}: link_{compiler} {' '.join(objects)}"]
+        (ROOT / build / "build.ninja").write_text("\n".join(lines) + "\n")
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         try:
-            subprocess.run(["ninja", *jobs, "-C", str(build)], check=True)
+            subprocess.run(["ninja", *jobs, "-f", str(build / "build.ninja")], cwd=ROOT, check=True)
         except FileNotFoundError:
             sys.exit("extension_cpp: the build needs ninja: pip install ninja")
         except subprocess.CalledProcessError:
             sys.exit("extension_cpp: the compilation failed; the compiler's own message is above")
         for target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.copy_file(str(build / target.name), str(target))
+            self.copy_file(str(ROOT / build / target.name), str(target))
         if not self.nvcc:  # An earlier build with CUDA must not get into a package for CPU only.
             for folder in {targets[0].parent, ROOT / "extension_cpp" if self.inplace else targets[0].parent}:
                 (folder / "_C_cuda.so").unlink(missing_ok=True)
 
 
-sources = {suffix: sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob(f"*.{suffix}")) for suffix in ("cpp", "cu")}
+sources = {
+    suffix: sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob(f"*.{suffix}")) for suffix in ("cpp", "cu")
+}
 extensions = [Extension("extension_cpp._C", sources["cpp"], py_limited_api=True)]
 if NinjaBuild.nvcc:
     extensions.append(Extension("extension_cpp._C_cuda", sources["cu"], py_limited_api=True))

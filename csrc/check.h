@@ -1,5 +1,6 @@
-// The wording of errors: operator, argument, what was expected, what came. The fake kernels in Python use the same words
-// (extension_cpp/ops/_check.py), so that an error reads alike whether it comes from a kernel or from torch.compile.
+// The wording of errors: operator, argument, what was expected, what came. The fake kernels in Python use the same
+// words (extension_cpp/ops/_check.py), so that an error reads alike whether it comes from a kernel or from
+// torch.compile.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +35,8 @@ std::string tuple(const Ints& values) {
   return text.str();
 }
 
-// An argument: its name and what there is to know of the tensor, read once. Each reading is a call into LibTorch, which is
-// what an operator on a small tensor spends its time on. It borrows from the tensor.
+// An argument: its name and what there is to know of the tensor, read once. Each reading is a call into LibTorch, which
+// is what an operator on a small tensor spends its time on. It borrows from the tensor.
 struct View {
   View(const char* op, const char* name, const Tensor& t) : tensor(&t), name(name) {
     bool defined;
@@ -50,7 +51,8 @@ struct View {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
     sizes = {size_data, static_cast<size_t>(ndim)};
     strides = {stride_data, static_cast<size_t>(ndim)};
-    for (int64_t k = ndim; k-- > 0; numel *= sizes[k]) contiguous = contiguous && (sizes[k] == 1 || strides[k] == numel);
+    for (int64_t k = ndim; k-- > 0; numel *= sizes[k])
+      contiguous = contiguous && (sizes[k] == 1 || strides[k] == numel);
     contiguous = contiguous || numel == 0;
   }
 

@@ -1,5 +1,5 @@
-// float16 and bfloat16 on the CPU, computed with in float32. Written without branches, so that the compiler turns a loop
-// over them into vectors, which it doesn't with the types of torch/headeronly.
+// float16 and bfloat16 on the CPU, computed with in float32. Written without branches, so that the compiler turns a
+// loop over them into vectors, which it doesn't with the types of torch/headeronly.
 #pragma once
 
 #include <bit>
@@ -10,6 +10,7 @@
 #endif
 
 #include "check.h"
+#include "simd.h"
 
 namespace extension_cpp {
 
@@ -89,7 +90,7 @@ inline void store(float16& to, float value) {
 namespace detail {
 
 inline bool has_f16c() {
-  static const bool yes = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool yes = simd::level() != simd::Level::kBaseline && __builtin_cpu_supports("f16c");
   return yes;
 }
 

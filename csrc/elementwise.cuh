@@ -113,7 +113,7 @@ template <int N>
 struct Chunks {
   uint32_t count;
   int ndim;
-  uint32_t row;  // elements in a row of dimension 0
+  uint32_t row;              // elements in a row of dimension 0
   Divisor sizes[kFastDims];  // of dimension 0: chunks in a row
   int64_t strides[N][kFastDims];
 };
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
 // A loop whose inputs disagree on the fastest dimension: 0 for some, 1 for those in the mask.
 template <int N>
 struct Tiles {
-  uint32_t columns, rows;       // sizes of dimensions 0 and 1
+  uint32_t columns, rows;  // sizes of dimensions 0 and 1
   Divisor tiles_x, tiles_y;
   int ndim;
   Divisor sizes[kFastDims];
@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(kTile * 8)
 
 // Whatever is too large or has too many dimensions for the kernels above.
 template <int kOut, int kIn, class T, class Op>
-__global__ void __launch_bounds__(kThreads) general_kernel(
-    const __grid_constant__ Loop<kOut + kIn> loop, Pointers<T, kOut + kIn> data, Op op) {
+__global__ void __launch_bounds__(kThreads)
+    general_kernel(const __grid_constant__ Loop<kOut + kIn> loop, Pointers<T, kOut + kIn> data, Op op) {
   int64_t rest = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (rest >= loop.numel) return;
   for (int d = 0; d < loop.ndim; ++d) {
@@ -339,9 +339,8 @@ struct Cuda {
       const std::array<const Tensor*, kOut + kIn>& operands, const Op& op) {
     if (loop.numel == 0) return;
     Launch launch(name, first);
-    dispatch_floating_cuda(first.dtype, [&]<class T>(T) {
-      detail::run<kOut, kIn, T>(launch, loop, pointers<T, kOut>(operands), op);
-    });
+    dispatch_floating_cuda(
+        first.dtype, [&]<class T>(T) { detail::run<kOut, kIn, T>(launch, loop, pointers<T, kOut>(operands), op); });
   }
 };
 

@@ -112,8 +112,8 @@ inline void expand_strides(const View& t, const Shape& shape, int64_t* strides) 
 
 inline Tensor empty_strided_like(const View& like, const int64_t* sizes, const int64_t* strides, int64_t ndim) {
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      ndim, sizes, strides, like.dtype, like.device_type, like.device_index, &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(ndim, sizes, strides, like.dtype, like.device_type, like.device_index, &handle));
   return Tensor(handle);
 }
 
@@ -169,8 +169,7 @@ void collapse_dims(const Shape& shape, const int64_t (&strides)[N][kMaxDims], co
 
 // The loop over inputs and over kOut outputs that it allocates, with the dtype and the device of the first input.
 template <size_t kOut, size_t kIn>
-std::array<Tensor, kOut> allocate_outputs(
-    const char* op, const std::array<View, kIn>& inputs, Loop<kOut + kIn>& loop) {
+std::array<Tensor, kOut> allocate_outputs(const char* op, const std::array<View, kIn>& inputs, Loop<kOut + kIn>& loop) {
   const View& first = inputs[0];
   const bool linear = detail::are_linear(inputs);
   const Shape shape = broadcast_shapes(op, inputs);
@@ -189,8 +188,8 @@ std::array<Tensor, kOut> allocate_outputs(
     detail::collapse_dims(shape, strides, perm, loop);
   }
   return [&]<size_t... I>(std::index_sequence<I...>) {
-    return std::array<Tensor, kOut>{(
-        static_cast<void>(I), empty_strided_like(first, shape.dims, strides[I], shape.ndim))...};
+    return std::array<Tensor, kOut>{
+        (static_cast<void>(I), empty_strided_like(first, shape.dims, strides[I], shape.ndim))...};
   }(std::make_index_sequence<kOut>());
 }
 
@@ -219,8 +218,8 @@ template <class T, size_t kOut, size_t N>
 Pointers<T, N> pointers(const std::array<const Tensor*, N>& operands) {
   Pointers<T, N> data;
   for (size_t i = 0; i < N; ++i) {
-    data.at[i] = static_cast<T*>(
-        i < kOut ? operands[i]->mutable_data_ptr() : const_cast<void*>(operands[i]->const_data_ptr()));
+    data.at[i] =
+        static_cast<T*>(i < kOut ? operands[i]->mutable_data_ptr() : const_cast<void*>(operands[i]->const_data_ptr()));
   }
   return data;
 }

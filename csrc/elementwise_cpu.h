@@ -109,9 +109,8 @@ struct Cpu {
       const char*, const View& first, const Loop<kOut + kIn>& loop,
       const std::array<const Tensor*, kOut + kIn>& operands, const Op& op) {
     if (loop.numel == 0) return;
-    dispatch_floating_cpu(first.dtype, [&]<class T>(T) {
-      detail::run<kOut, kIn, T>(loop, pointers<T, kOut>(operands), op);
-    });
+    dispatch_floating_cpu(
+        first.dtype, [&]<class T>(T) { detail::run<kOut, kIn, T>(loop, pointers<T, kOut>(operands), op); });
   }
 };
 

@@ -27,9 +27,7 @@ struct MulAdd {
   EXTENSION_CPP_INLINE void operator()(const float (&in)[2], float (&out)[1]) const {
     out[0] = fmaf(in[0], in[1], static_cast<float>(c));
   }
-  EXTENSION_CPP_INLINE void operator()(const double (&in)[2], double (&out)[1]) const {
-    out[0] = fma(in[0], in[1], c);
-  }
+  EXTENSION_CPP_INLINE void operator()(const double (&in)[2], double (&out)[1]) const { out[0] = fma(in[0], in[1], c); }
 };
 
 struct Mul {
@@ -70,7 +68,8 @@ inline void check_out(const char* op, const View& a, const View& b, const View& 
     fail(op, "out must not overlap itself, got shape ", tuple(out.sizes), " with strides ", tuple(out.strides));
   }
   for (const View& in : {a, b}) {
-    if (partially_overlap(in, out)) fail(op, "out must be ", in.name, " itself or not overlap it, got a partial overlap");
+    if (partially_overlap(in, out))
+      fail(op, "out must be ", in.name, " itself or not overlap it, got a partial overlap");
   }
 }
 

@@ -1,6 +1,9 @@
 // One binary for every x86-64: code is compiled for the baseline, for AVX2 and for AVX-512, and the machine's own is
-// chosen at run time. No -march.
+// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline or avx2 holds it to less, to test those or to find a fault.
 #pragma once
+
+#include <cstdlib>
+#include <string_view>
 
 namespace extension_cpp::simd {
 
@@ -10,7 +13,11 @@ enum class Level { kBaseline, kAvx2, kAvx512 };
 
 inline Level level() {
   static const Level found = [] {
+    const char* variable = std::getenv("EXTENSION_CPP_SIMD");
+    const std::string_view wanted = variable ? variable : "";
+    if (wanted == "baseline") return Level::kBaseline;
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Level::kBaseline;
+    if (wanted == "avx2") return Level::kAvx2;
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return avx512 ? Level::kAvx512 : Level::kAvx2;

@@ -5,10 +5,13 @@ loaded where the package has it and torch was built with CUDA. Loading initialis
 one: without its CUDA library the package still works, and operators on CUDA tensors run their PyTorch reference.
 """
 
+import importlib
 import platform
+import struct
 import sys
 from pathlib import Path
 
+FOLDER = Path(__file__).parent
 MINIMUM_TORCH = (2, 10)
 
 
@@ -17,43 +20,50 @@ def load() -> dict[str, str]:
     try:
         import torch
     except ImportError as error:
-        raise ImportError(
-            f"extension_cpp needs PyTorch >= 2.10, and importing torch failed: {error}. Install it (pip install torch, or "
-            "conda install -c conda-forge pytorch)"
-        ) from error
+        how = "pip install torch, or conda install -c conda-forge pytorch"
+        raise ImportError(f"extension_cpp needs PyTorch >= 2.10, and importing torch failed: {error}. {how}") from error
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
-        raise ImportError(
-            f"extension_cpp needs PyTorch >= 2.10, found {torch.__version__} in {Path(torch.__file__).parent}: upgrade it "
-            "(pip install -U torch, or conda install -c conda-forge 'pytorch>=2.10')"
-        )
+        found = f"{torch.__version__} in {Path(torch.__file__).parent}"
+        how = "pip install -U torch, or conda install -c conda-forge 'pytorch>=2.10'"
+        raise ImportError(f"extension_cpp needs PyTorch >= 2.10, found {found}: {how}")
     try:
-        from extension_cpp import _C  # noqa: F401
+        for library in FOLDER.glob("_C.*"):
+            check_complete(library)
+        importlib.import_module("extension_cpp._C")
     except ImportError as error:
-        raise ImportError(_explain(error, torch)) from error
+        raise ImportError(explain(error, torch)) from error
     if torch.version.cuda is None:
         return {}
-    library = Path(__file__).with_name("_C_cuda.so")
+    library = FOLDER / "_C_cuda.so"
     if not library.exists():
         return {"_C_cuda": "this is the CPU build of extension_cpp: it has no CUDA kernels"}
     try:
+        check_complete(library)
         torch.ops.load_library(library)
-    except OSError as error:
-        return {"_C_cuda": f"{library.name} could not be loaded under torch {torch.__version__}: {error}"}
+    except (ImportError, OSError) as error:
+        return {
+            "_C_cuda": f"_C_cuda.so could not be loaded under torch {torch.__version__}: {error.__cause__ or error}"
+        }
     return {}
 
 
-def _explain(error: ImportError, torch) -> str:
+def check_complete(library: Path) -> None:
+    """Raise ImportError for an ELF file that ends early: mapping such a file kills the process instead."""
+    header = library.read_bytes()[:64]
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":
+        section_table, entry_size, entries = struct.unpack("<Q10xHH", header[40:62])
+        if library.stat().st_size < section_table + entry_size * entries:
+            raise ImportError(f"{library} is damaged: it ends too early")
+
+
+def explain(error: ImportError, torch) -> str:
     """What an import of _C that failed most likely means on this machine."""
-    folder = Path(__file__).parent
-    built = sorted(path.name for path in folder.glob("_C*"))
-    here = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}"
-    libc = " ".join(platform.libc_ver())
-    causes = [
-        f"not compiled: {folder} has {', '.join(built) or 'no library'}"
-        + (". In a source checkout, run: pip install -e . --no-build-isolation" if not built else ""),
-        "'undefined symbol': the library was built for a newer torch than this one, or torch is damaged; reinstall both",
-        f"'GLIBC_... not found': the system's C library ({libc or 'unknown'}) is older than the one it was built for",
-        "'wrong ELF class' or 'invalid ELF header': the package is for another platform, or the file is damaged",
-    ]
-    lines = [f"extension_cpp could not load its library _C: {error}", f"This is {here}, {sys.executable}.", "Likely causes:"]
-    return "\n".join(lines + [f"  - {cause}" for cause in causes])
+    there = ", ".join(sorted(path.name for path in FOLDER.glob("_C*"))) or "no library"
+    libc = " ".join(platform.libc_ver()) or "unknown"
+    return f"""extension_cpp could not load its library _C: {error}
+This is Python {platform.python_version()} ({sys.executable}), torch {torch.__version__}, {platform.platform()}.
+Likely causes:
+  - not compiled: {FOLDER} has {there}. In a source checkout: pip install -e . --no-build-isolation
+  - 'undefined symbol': the library wants a newer torch than {torch.__version__}, or torch is damaged; reinstall both
+  - 'GLIBC_... not found': the C library here ({libc}) is older than the one that extension_cpp was built for
+  - 'invalid ELF header', 'file too short', 'damaged': a package of another platform, or a damaged one; reinstall it"""

@@ -14,4 +14,6 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 def pytest_report_header() -> str:
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "no GPU"
-    return f"extension_cpp {extension_cpp.__version__} from {extension_cpp.__path__[0]}, torch {torch.__version__}, {gpus}"
+    return (
+        f"extension_cpp {extension_cpp.__version__} from {extension_cpp.__path__[0]}, torch {torch.__version__}, {gpus}"
+    )

@@ -109,7 +109,7 @@ def partially_overlap(x: Tensor, y: Tensor) -> bool:
     """Whether views of one storage share an element without being the same view."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata or x.numel() == 0 or y.numel() == 0:
         return False
-    mine, others, offset = _index_terms(x), _index_terms(y), y.storage_offset() - x.storage_offset()
+    mine, others, offset = _index_terms(x), _index_terms(y), int(y.storage_offset() - x.storage_offset())
     if mine == others and offset == 0:
         return False
     if any(stride == 0 for stride, _, _ in mine + others):

@@ -218,7 +218,7 @@ class _MulAdd(_Mul):
     """The same for mymuladd."""
 
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, c: float) -> Tensor:
+    def forward(ctx, a: Tensor, b: Tensor, c: float) -> Tensor:  # type: ignore[override]
         _save(ctx, a, b)
         ctx.save_for_forward(a, b)
         return _mymuladd_no_grad(a, b, c)

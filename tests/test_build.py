@@ -1,0 +1,168 @@
+"""The build: its switches, what it leaves out, and what the libraries may depend on. Needs a checkout and a compiler."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import extension_cpp
+
+ROOT = Path(__file__).parent.parent
+LIBRARIES = sorted(Path(extension_cpp.__file__).parent.glob("_C*.so"))
+NVCC = shutil.which("nvcc")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="no source checkout")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the sources, for builds that must not touch this one's."""
+    path = tmp_path_factory.mktemp("build") / "with a space"
+    ignored = shutil.ignore_patterns("*.so", "build", "*.egg-info", ".git", ".venv", "dist", "__pycache__")
+    shutil.copytree(ROOT, path, ignore=ignored)
+    return path
+
+
+def build(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    arguments = arguments or ("build_ext", "--inplace")
+    kept = {k: v for k, v in os.environ.items() if k not in ("USE_CUDA", "CUDA_HOME", "DEBUG", "TORCH_CUDA_ARCH_LIST")}
+    return subprocess.run(
+        [sys.executable, "setup.py", *arguments],
+        cwd=checkout,
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def without_nvcc() -> str:
+    """PATH less the folders that have an nvcc."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if not (Path(folder) / "nvcc").exists())
+
+
+def test_incremental(checkout):
+    """A second build compiles nothing; one header recompiles what includes it, in parallel; CPU only says so."""
+    first = build(checkout, USE_CUDA="0", MAX_JOBS="2")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "extension_cpp: building for CPU only (USE_CUDA=0)" in first.stdout
+    second = build(checkout, USE_CUDA="0")
+    assert "ninja: no work to do." in second.stdout
+    (checkout / "csrc" / "overlap.h").touch()
+    third = build(checkout, USE_CUDA="0")
+    assert "muladd.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
+
+
+def test_a_new_source_needs_no_edit(checkout):
+    source = checkout / "csrc" / "another.cpp"
+    source.write_text("namespace { [[maybe_unused]] int nothing = 0; }\n")
+    assert "another.cpp.o" in build(checkout, USE_CUDA="0").stdout
+    source.unlink()
+
+
+def test_debug(checkout):
+    done = build(checkout, USE_CUDA="0", DEBUG="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    library = (checkout / "extension_cpp" / "_C.abi3.so").read_bytes()
+    assert b".debug_info" in library
+    assert b".debug_info" not in LIBRARIES[0].read_bytes()
+
+
+def test_no_nvcc(checkout):
+    without = build(checkout, PATH=without_nvcc())
+    assert "building for CPU only (no nvcc on PATH; USE_CUDA=1 makes that an error)" in without.stdout
+    insisting = build(checkout, PATH=without_nvcc(), USE_CUDA="1")
+    assert insisting.returncode == 1
+    assert "USE_CUDA=1 needs nvcc, and there is none on PATH: install the CUDA toolkit" in insisting.stderr
+    elsewhere = build(checkout, USE_CUDA="1", CUDA_HOME="/nowhere")
+    assert "there is none in /nowhere/bin" in elsewhere.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("USE_CUDA", "yes", "USE_CUDA must be 0 or 1, got 'yes'"),
+        ("TORCH_CUDA_ARCH_LIST", "Hopper", "TORCH_CUDA_ARCH_LIST must be like \"8.0;9.0+PTX\", got 'Hopper' in it"),
+    ],
+)
+def test_wrong_switches(checkout, variable, value, message):
+    if variable == "TORCH_CUDA_ARCH_LIST" and not NVCC:
+        pytest.skip("read only where nvcc is found")
+    done = build(checkout, **{variable: value})
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+
+
+def test_compiler_errors_are_shown_as_they_are(checkout):
+    source = checkout / "csrc" / "broken.cpp"
+    source.write_text("int broken = ;\n")
+    done = build(checkout, USE_CUDA="0")
+    source.unlink()
+    assert done.returncode == 1 and "broken.cpp:1:14: error" in done.stdout
+    assert "Traceback" not in done.stderr and "the compiler's own message is above" in done.stderr
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+def test_cuda_architectures_and_wheels(checkout):
+    """The list of architectures is honoured, and a wheel for CPU made after one for CUDA has no CUDA in it."""
+    done = build(checkout, "bdist_wheel", "--dist-dir", "cuda", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "building for CPU and CUDA" in done.stdout
+    ninja = next((checkout / "build").rglob("build.ninja")).read_text()
+    flags = re.findall(r"-gencode=arch=(\S+?),code=(\S+)", ninja)
+    assert flags == [("compute_80", "sm_80"), ("compute_90", "sm_90"), ("compute_90", "compute_90")]
+    assert "-march" not in ninja
+    again = build(checkout, "bdist_wheel", "--dist-dir", "cuda", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+    assert "ninja: no work to do." in again.stdout
+    assert build(checkout, "bdist_wheel", "--dist-dir", "cpu", USE_CUDA="0").returncode == 0
+    (cuda,), (cpu,) = (sorted((checkout / kind).iterdir()) for kind in ("cuda", "cpu"))
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert cuda.name == cpu.name == f"extension_cpp-{extension_cpp.__version__}-cp310-abi3-{platform}.whl"
+    names = {wheel: {Path(n).name for n in zipfile.ZipFile(wheel).namelist()} for wheel in (cuda, cpu)}
+    assert "_C_cuda.so" in names[cuda] and "_C_cuda.so" not in names[cpu] and "_C.abi3.so" in names[cpu]
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+class TestLibraries:
+    def test_torch_abi(self, library):
+        """Every torch symbol is of the stable ABI, and torch 2.10 has them all."""
+        done = subprocess.run(["torch-abi-audit", "--json", library], capture_output=True, text=True, env=scripts())
+        package = json.loads(done.stdout)
+        (audited,) = package["extensions"] or package["bundled_libs"]
+        assert audited["torch"]["stable"] and audited["torch"]["uses_torch"]
+        assert audited["torch"]["unstable_symbols"] == audited["torch"]["unknown_shim_symbols"] == []
+        assert audited["torch"]["min_torch_version"] == "2.10.0"
+
+    def test_python_abi(self, library):
+        """_C is within CPython's limited API of 3.10; _C_cuda knows no Python at all."""
+        if library.name == "_C_cuda.so":
+            done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
+            assert "aoti_torch" in done.stdout and not re.search(r" _?Py", done.stdout)
+            return
+        options = ["--strict", "--assume-minimum-abi3", "3.10", "--report"]
+        done = subprocess.run(["abi3audit", *options, library], capture_output=True, text=True, env=scripts())
+        assert done.returncode == 0, done.stdout + done.stderr
+        (spec,) = json.loads(done.stdout)["specs"].values()
+        assert spec["object"]["result"]["is_abi3"] and not spec["object"]["result"]["non_abi3_symbols"]
+
+    def test_no_path_of_the_builder(self, library):
+        content = library.read_bytes()
+        for path in (ROOT, Path(sys.prefix), Path(torch.__file__).parent, Path.home()):
+            assert os.fsencode(path) not in content, path
+
+    def test_only_the_entry_point_is_exported(self, library):
+        done = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True)
+        symbols = {line.split()[-1] for line in done.stdout.splitlines() if " T " in line}
+        assert symbols == ({"PyInit__C"} if library.name.startswith("_C.") else set())
+
+
+def scripts() -> dict[str, str]:
+    """The environment, with this Python's own scripts first on PATH."""
+    return {**os.environ, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}

@@ -1,0 +1,182 @@
+"""The contract has teeth: operators that are broken on purpose fail the very check that is there for them."""
+
+import pytest
+import torch
+from contract import DEVICES, Contract, Operator
+from torch import Tensor
+
+LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
+
+
+def define(name: str, kernel, *, fake=None, backward=None, into=False, **description) -> Contract:
+    """An operator that doubles x, or is meant to, and what the contract is told of it; `into`: it writes into an argument."""
+    LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, kernel, key)
+    fake = fake or ((lambda x, out: None) if into else torch.empty_like)
+    torch.library.register_fake(f"extension_cpp::{name}", fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"extension_cpp::{name}", backward, lib=LIBRARY)
+    overload = getattr(torch.ops.extension_cpp, name).default
+
+    class Described(Contract):
+        op = Operator(
+            name=name,
+            function=lambda *args: overload(*args),
+            reference=double_into if into else double,
+            samples=into_samples if into else samples,
+            differentiable=backward is not None,
+            writes=(1,) if into else (),
+            **description,
+        )
+
+    return Described()
+
+
+def samples(device: str, dtype: torch.dtype):
+    yield (torch.arange(1.0, 13, device=device).to(dtype),)
+    yield (torch.arange(1.0, 13, device=device).to(dtype).view(3, 4),)
+
+
+def into_samples(device: str, dtype: torch.dtype):
+    for (x,) in samples(device, dtype):
+        yield x, torch.zeros_like(x)
+
+
+def double(x: Tensor) -> Tensor:
+    return torch.empty_like(x).copy_(x).mul_(2)
+
+
+def ignores_strides(x: Tensor) -> Tensor:
+    return x.as_strided(x.shape, torch.empty(x.shape).stride()) * 2
+
+
+def double_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(x).mul_(2)
+
+
+def writes_past_the_end(x: Tensor, out: Tensor) -> None:
+    double_into(x, out)
+    out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0)
+
+
+def reads_past_the_end(x: Tensor) -> Tensor:
+    after = x.storage_offset() + x.numel()
+    stray = x.as_strided((1,), (1,), after) if after < x.untyped_storage().nbytes() // x.element_size() else 0
+    return x * 2 + torch.as_tensor(stray == 77.0, device=x.device).to(x.dtype)
+
+
+def changes_its_argument(x: Tensor) -> Tensor:
+    result = double(x)
+    x.zero_()
+    return result
+
+
+def on_the_default_stream(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        return double(x)
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return double(x)
+
+
+calls = 0
+
+
+def different_every_time(x: Tensor) -> Tensor:
+    global calls
+    calls += 1
+    return double(x).add_(calls * 1e-3)
+
+
+def refuses_in_the_kernel_only(x: Tensor) -> Tensor:
+    if x.dim() == 3:
+        raise RuntimeError("refuses: x must not have 3 dimensions")
+    return double(x)
+
+
+def changes_before_refusing(x: Tensor, out: Tensor) -> None:
+    out.zero_()
+    raise RuntimeError("refuses: x must not have 3 dimensions")
+
+
+def twice(ctx, grad):
+    return grad * 2
+
+
+def transposed_strides(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[::-1]).permute(*range(x.dim() - 1, -1, -1))
+
+
+def constant_size(x: Tensor) -> Tensor:
+    return x.new_empty((int(x.shape[0]), *x.shape[1:]))
+
+
+def three_dimensions(device: str):
+    yield (torch.ones(2, 2, 2, device=device),), "refuses: x must not have 3 dimensions"
+
+
+def errors_into(device: str):
+    x = torch.ones(2, 2, 2, device=device)
+    yield (x, x.clone()), "refuses: x must not have 3 dimensions"
+
+
+healthy = define("fault_none", double, backward=twice)
+healthy_into = define("fault_none_into", double_into, into=True)
+FAULTS = {
+    "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
+    "wrong values": (define("fault_values", lambda x: x * 2.001), "test_parity"),
+    "writes past the end": (define("fault_write", writes_past_the_end, into=True), "test_nothing_outside_is_touched"),
+    "reads past the end": (define("fault_read", reads_past_the_end), "test_nothing_outside_is_touched"),
+    "changes its argument": (define("fault_mutates", changes_its_argument), "test_layouts"),
+    "fake with wrong strides": (define("fault_fake", double, fake=transposed_strides), "test_fake_kernel"),
+    "fake with wrong dtype": (define("fault_dtype", double, fake=lambda x: x.double().int()), "test_fake_kernel"),
+    "wrong gradient": (define("fault_gradient", double, backward=lambda ctx, grad: grad * 3), "test_gradcheck"),
+    "wrong gradient in half precision": (
+        define("fault_half", double, backward=lambda ctx, grad: grad * (2 if grad.dtype == torch.float64 else 3)),
+        "test_gradients_of_reference",
+    ),
+    "undeclared mutation": (define("fault_schema", lambda x: x.mul_(2).clone()), "test_opcheck"),
+    "not deterministic": (define("fault_random", different_every_time), "test_same_bits_every_time"),
+    "specialises on a size": (define("fault_dynamic", double, fake=constant_size), "test_compile"),
+    "fake misses an error": (define("fault_error", refuses_in_the_kernel_only, errors=three_dimensions), "test_errors"),
+    "changes out, then refuses": (
+        define("fault_late", changes_before_refusing, fake=changes_before_refusing, errors=errors_into, into=True),
+        "test_errors",
+    ),
+}
+
+
+def arguments(check: str, device: str) -> dict:
+    per_dtype = ("parity", "layouts", "touched", "every_time", "fake_kernel", "of_reference")
+    result = {} if check in ("test_side_stream", "test_cuda_graph") else {"device": device}
+    if check.endswith(per_dtype):
+        result["dtype"] = torch.float32
+    if check == "test_compile":
+        result["dynamic"] = True
+    return result
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, device):
+    contract, check = FAULTS[fault]
+    with pytest.raises(BaseException) as caught:
+        getattr(contract, check)(**arguments(check, device))
+    assert not isinstance(caught.value, (pytest.skip.Exception, KeyboardInterrupt)), "the check was skipped"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
+def test_healthy_operator_passes(check, device):
+    """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
+    for contract in (healthy, healthy_into):
+        if contract is healthy or "grad" not in check:
+            getattr(contract, check)(**arguments(check, device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are CUDA's")
+def test_default_stream_is_caught():
+    faulty = define("fault_stream", on_the_default_stream)
+    healthy.test_side_stream()
+    with pytest.raises(AssertionError, match="not ordered with its stream"):
+        faulty.test_side_stream()
