@@ -84,7 +84,21 @@ inline void store(float16& to, float value) {
   to.bits = static_cast<uint16_t>(sign | half);
 }
 
-// Whole vectors of float16, by the instructions for it where the machine has them.
+// Contiguous elements to and from the type of the computation.
+template <class T, class V>
+void load(const T* from, V* to, int64_t n) {
+  simd::run([&] {
+    for (int64_t i = 0; i < n; ++i) to[i] = load(from[i]);
+  });
+}
+template <class T, class V>
+void store(T* to, const V* from, int64_t n) {
+  simd::run([&] {
+    for (int64_t i = 0; i < n; ++i) store(to[i], from[i]);
+  });
+}
+
+// The same for float16, by the instructions for it where the machine has them.
 #if defined(__x86_64__) && defined(__GNUC__)
 
 namespace detail {
@@ -120,15 +134,6 @@ inline void load(const float16* from, float* to, int64_t n) {
 inline void store(float16* to, const float* from, int64_t n) {
   int64_t i = detail::has_f16c() ? detail::store_f16c(to, from, n) : 0;
   for (; i < n; ++i) store(to[i], from[i]);
-}
-
-#else
-
-inline void load(const float16* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = load(from[i]);
-}
-inline void store(float16* to, const float* from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) store(to[i], from[i]);
 }
 
 #endif

@@ -16,66 +16,89 @@ namespace extension_cpp {
 
 namespace detail {
 
-// One row of n elements. kUnit: every stride is 1, which the compiler turns into vectors. The operands are distinct
-// memory or the same element (overlap.h), so no iteration depends on another.
-template <bool kUnit, size_t kOut, size_t kIn, class T, class Op>
+constexpr int64_t kBlock = 512;  // Elements that stay in the first-level cache, of every operand.
+
+// n contiguous elements. Operands are distinct memory or the very same (overlap.h), so iterations are independent.
+template <size_t kOut, size_t kIn, class T, class Op>
+void contiguous(const Pointers<T, kOut + kIn>& data, int64_t n, const Op& op) {
+  using V = typename Compute<T>::type;
+  simd::run([&] {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+      V in[kIn], out[kOut];
+      for (size_t k = 0; k < kIn; ++k) in[k] = load(data.at[kOut + k][i]);
+      op(in, out);
+      for (size_t k = 0; k < kOut; ++k) store(data.at[k][i], out[k]);
+    }
+  });
+}
+
+template <class T, class V>
+void load_strided(const T* from, int64_t step, V* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = load(from[i * step]);
+}
+
+template <class T, class V>
+void store_strided(T* to, int64_t step, const V* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) store(to[i * step], from[i]);
+}
+
+// One row of n elements, in blocks: what is strided, broadcast or float16 goes through buffers in the type of the
+// computation, what is contiguous is used where it lies.
+template <size_t kOut, size_t kIn, class T, class Op>
 void row(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, const Op& op) {
   using V = typename Compute<T>::type;
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    V in[kIn], out[kOut];
-    for (size_t k = 0; k < kIn; ++k) in[k] = load(data.at[kOut + k][kUnit ? i : i * steps[kOut + k]]);
-    op(in, out);
-    for (size_t k = 0; k < kOut; ++k) store(data.at[k][kUnit ? i : i * steps[k]], out[k]);
+  alignas(64) V buffers[kOut + kIn][kBlock];
+  Pointers<V, kOut + kIn> block;
+  auto in_place = [&](size_t k) { return std::is_same_v<T, V> && steps[k] == 1; };
+  for (size_t k = kOut; k < kOut + kIn; ++k) {
+    if (steps[k] == 0) std::fill_n(buffers[k], std::min(n, kBlock), load(*data.at[k]));
   }
-}
-
-// A contiguous row of float16, by way of float32 in blocks that stay in the first-level cache.
-template <size_t kOut, size_t kIn, class Op>
-void float16_row(const Pointers<float16, kOut + kIn>& data, int64_t n, const Op& op) {
-  constexpr int64_t kBlock = 512;
-  alignas(64) float in[kIn][kBlock], out[kOut][kBlock];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t size = std::min(kBlock, n - begin);
-    for (size_t k = 0; k < kIn; ++k) load(data.at[kOut + k] + begin, in[k], size);
-    Pointers<float, kOut + kIn> block;
-    for (size_t k = 0; k < kOut; ++k) block.at[k] = out[k];
-    for (size_t k = 0; k < kIn; ++k) block.at[kOut + k] = in[k];
-    simd::run([&] { row<true, kOut, kIn>(block, nullptr, size, op); });
-    for (size_t k = 0; k < kOut; ++k) store(data.at[k] + begin, out[k], size);
-  }
-}
-
-template <size_t kOut, size_t kIn, class T, class Op>
-void contiguous_row(const Pointers<T, kOut + kIn>& data, int64_t n, const Op& op) {
-  if constexpr (std::is_same_v<T, float16>) {
-    float16_row<kOut, kIn>(data, n, op);
-  } else {
-    simd::run([&] { row<true, kOut, kIn>(data, nullptr, n, op); });
+    for (size_t k = 0; k < kOut + kIn; ++k) {
+      T* at = data.at[k] + begin * steps[k];
+      block.at[k] = in_place(k) ? reinterpret_cast<V*>(at) : buffers[k];
+      if (k < kOut || in_place(k) || steps[k] == 0) continue;
+      if (steps[k] == 1) {
+        load(at, buffers[k], size);
+      } else {
+        load_strided(at, steps[k], buffers[k], size);
+      }
+    }
+    contiguous<kOut, kIn>(block, size, op);
+    for (size_t k = 0; k < kOut; ++k) {
+      if (in_place(k)) continue;
+      T* at = data.at[k] + begin * steps[k];
+      if (steps[k] == 1) {
+        store(at, buffers[k], size);
+      } else {
+        store_strided(at, steps[k], buffers[k], size);
+      }
+    }
   }
 }
 
 template <size_t kOut, size_t kIn, class T, class Op>
 void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t begin, int64_t end, const Op& op) {
   constexpr size_t N = kOut + kIn;
-  int64_t index[kMaxDims], rest = begin;
+  int64_t index[kMaxDims], steps[N], rest = begin;
   for (int d = 0; d < loop.ndim; ++d) {
     index[d] = rest % loop.sizes[d];
     rest /= loop.sizes[d];
     for (size_t k = 0; k < N; ++k) data.at[k] += index[d] * loop.strides[k][d];
   }
-  int64_t steps[N];
-  bool unit = true;
+  bool direct = !std::is_same_v<T, float16>;  // For float16 there are instructions for whole blocks only.
   for (size_t k = 0; k < N; ++k) {
     steps[k] = loop.strides[k][0];
-    unit = unit && steps[k] == 1;
+    direct = direct && steps[k] == 1;
   }
   for (int64_t done = begin; done < end;) {
     const int64_t n = std::min(loop.sizes[0] - index[0], end - done);
-    if (unit) {
-      contiguous_row<kOut, kIn>(data, n, op);
+    if (direct) {
+      contiguous<kOut, kIn>(data, n, op);
     } else {
-      simd::run([&] { row<false, kOut, kIn>(data, steps, n, op); });
+      row<kOut, kIn>(data, steps, n, op);
     }
     done += n;
     index[0] += n;
@@ -91,12 +114,7 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
 template <size_t kOut, size_t kIn, class T, class Op>
 void run(const Loop<kOut + kIn>& loop, const Pointers<T, kOut + kIn>& data, const Op& op) {
   constexpr int64_t kGrain = 32'768;  // PyTorch's own grain for elementwise loops.
-  auto body = [&](int64_t begin, int64_t end) {
-    if (!loop.is_linear()) return rows<kOut, kIn>(loop, data, begin, end, op);
-    auto from = data;
-    for (T*& pointer : from.at) pointer += begin;
-    contiguous_row<kOut, kIn>(from, end - begin, op);
-  };
+  auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(loop, data, begin, end, op); };
   if (loop.numel <= kGrain) return body(0, loop.numel);
   torch::stable::parallel_for(0, loop.numel, kGrain, body);
 }

@@ -1,5 +1,6 @@
 // One binary for every x86-64: code is compiled for the baseline, for AVX2 and for AVX-512, and the machine's own is
-// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline or avx2 holds it to less, to test those or to find a fault.
+// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline or avx2 holds it to less, to test those or to find a
+// fault.
 #pragma once
 
 #include <cstdlib>

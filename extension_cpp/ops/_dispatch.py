@@ -2,16 +2,16 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 import extension_cpp
-
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 try:
     from torch._C import (
@@ -22,37 +22,43 @@ try:
     )
 except ImportError:  # A torch that renamed one of them: every call takes the general way.
 
-    def eager_needs_grad(a: Tensor, b: Tensor) -> bool | None:
-        return None
+    def is_eager(*tensors: Tensor) -> bool:
+        return False
 
-    def direct(overload: Any) -> Callable:
-        return overload
+    is_plain = is_eager
+    call_handle: Any = None
 
 else:
+    call_handle = _dispatch_call_boxed  # The quickest way into the dispatcher from Python, for plain calls.
 
-    def eager_needs_grad(a: Tensor, b: Tensor) -> bool | None:
-        """Whether a plain eager call on a and b must be differentiable; None if it is no plain call.
+    def is_eager(*tensors: Tensor) -> bool:
+        """Whether a call on `tensors` is one in which no transform, mode, subclass or compiler takes part.
 
         The autograd formula that torch.library registers is entered through Python on every call, for some 2.7 µs where
-        no gradient is needed and 10 where one is: more than the operator itself takes on small tensors. A plain call, in
-        which no transform, mode, subclass or compiler takes part, goes past it.
+        no gradient is needed and 10 where one is: more than the operator itself takes on small tensors. An eager call
+        goes past it: to a torch.autograd.Function, or, where it `is_plain`, to the overload without a formula.
         """
-        if (
-            type(a) not in _PLAIN_TYPES
-            or type(b) not in _PLAIN_TYPES
-            or torch.compiler.is_compiling()
+        return all(type(t) is Tensor or type(t) is Parameter for t in tensors) and not (
+            is_compiling()
             or _are_functorch_transforms_active()
             or _len_torch_dispatch_stack()
             or _len_torch_function_stack()
-        ):
-            return None
-        if forward_ad._current_level >= 0:
-            return True
-        return (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
+        )
 
-    def direct(overload: Any) -> Callable:
-        """The quickest way into the dispatcher, for plain calls."""
-        return partial(_dispatch_call_boxed, overload._handle)
+    def is_plain(a: Tensor, b: Tensor) -> bool:
+        """Whether a call on a and b is eager and needs no gradient; written out, as every call pays for it."""
+        return (
+            type(a) is Tensor
+            and type(b) is Tensor
+            and not (
+                ((a.requires_grad or b.requires_grad) and torch.is_grad_enabled())
+                or is_compiling()
+                or _are_functorch_transforms_active()
+                or _len_torch_dispatch_stack()
+                or _len_torch_function_stack()
+                or forward_ad._current_level >= 0
+            )
+        )
 
 
 def register_reference(name: str, reference: Callable) -> None:

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from extension_cpp.ops import _check
-from extension_cpp.ops._dispatch import direct, eager_needs_grad, register_reference
+from extension_cpp.ops._dispatch import call_handle, is_eager, is_plain, register_reference
 
 __all__ = ["myadd_out", "mymul", "mymuladd"]
 
 _ops = torch.ops.extension_cpp
-_mymuladd, _mymuladd_no_grad = _ops.mymuladd.default, direct(_ops.mymuladd.no_grad)
-_mymul, _mymul_no_grad = _ops.mymul.default, direct(_ops.mymul.no_grad)
-_mymul_backward, _mymul_backward_no_grad = _ops.mymul_backward.default, direct(_ops.mymul_backward.no_grad)
+_mymuladd, _mymuladd_no_grad = _ops.mymuladd.default, _ops.mymuladd.no_grad._handle
+_mymul, _mymul_no_grad = _ops.mymul.default, _ops.mymul.no_grad._handle
+_mymul_backward, _mymul_backward_no_grad = _ops.mymul_backward.default, _ops.mymul_backward.no_grad._handle
 _myadd_out = _ops.myadd_out.default
 
 
@@ -37,10 +37,9 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
         >>> extension_cpp.mymuladd(torch.tensor([1.0, 2.0]), torch.tensor([3.0]), 0.5)
         tensor([3.5000, 6.5000])
     """
-    needs_grad = eager_needs_grad(a, b)
-    if needs_grad is None:
-        return _mymuladd(a, b, c)
-    return _MulAdd.apply(a, b, c) if needs_grad else _mymuladd_no_grad(a, b, c)
+    if is_plain(a, b):
+        return call_handle(_mymuladd_no_grad, a, b, c)
+    return (_MulAdd.apply if is_eager(a, b) else _mymuladd)(a, b, c)
 
 
 def mymul(a: Tensor, b: Tensor) -> Tensor:
@@ -52,10 +51,9 @@ def mymul(a: Tensor, b: Tensor) -> Tensor:
         >>> extension_cpp.mymul(torch.tensor([1.0, 2.0]), torch.tensor([3.0]))
         tensor([3., 6.])
     """
-    needs_grad = eager_needs_grad(a, b)
-    if needs_grad is None:
-        return _mymul(a, b)
-    return _Mul.apply(a, b) if needs_grad else _mymul_no_grad(a, b)
+    if is_plain(a, b):
+        return call_handle(_mymul_no_grad, a, b)
+    return (_Mul.apply if is_eager(a, b) else _mymul)(a, b)
 
 
 def myadd_out(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -180,8 +178,9 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     shape_a, shape_b = ctx.shapes
     nothing = (None,) * (len(ctx.needs_input_grad) - 2)
     if a is not None and b is not None and shape_a == shape_b:
-        plain = eager_needs_grad(grad, a) is False and eager_needs_grad(b, b) is False
-        return *(_mymul_backward_no_grad if plain else _mymul_backward)(grad, a, b), *nothing
+        if not torch.is_grad_enabled() and is_eager(grad, a, b):
+            return *call_handle(_mymul_backward_no_grad, grad, a, b), *nothing
+        return *_mymul_backward(grad, a, b), *nothing
     grad_a = None if b is None else mymul(grad, b).sum_to_size(shape_a)
     grad_b = None if a is None else mymul(grad, a).sum_to_size(shape_b)
     return grad_a, grad_b, *nothing
@@ -203,7 +202,7 @@ class _Mul(torch.autograd.Function):
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
         _save(ctx, a, b)
         ctx.save_for_forward(a, b)
-        return _mymul_no_grad(a, b)
+        return call_handle(_mymul_no_grad, a, b)
 
     backward = staticmethod(_backward)
 
@@ -221,7 +220,7 @@ class _MulAdd(_Mul):
     def forward(ctx, a: Tensor, b: Tensor, c: float) -> Tensor:  # type: ignore[override]
         _save(ctx, a, b)
         ctx.save_for_forward(a, b)
-        return _mymuladd_no_grad(a, b, c)
+        return call_handle(_mymuladd_no_grad, a, b, c)
 
 
 # vmap: the batch becomes the first dimension of an ordinary broadcasting call.
