@@ -79,6 +79,17 @@ void row(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, c
   }
 }
 
+// The same where operands have the type of the computation and gain nothing from being copied together.
+template <size_t kOut, size_t kIn, class T, class Op>
+void strided(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, const Op& op) {
+  for (int64_t i = 0; i < n; ++i) {
+    T in[kIn], out[kOut];
+    for (size_t k = 0; k < kIn; ++k) in[k] = data.at[kOut + k][i * steps[kOut + k]];
+    op(in, out);
+    for (size_t k = 0; k < kOut; ++k) data.at[k][i * steps[k]] = out[k];
+  }
+}
+
 template <size_t kOut, size_t kIn, class T, class Op>
 void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t begin, int64_t end, const Op& op) {
   constexpr size_t N = kOut + kIn;
@@ -88,15 +99,20 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
     rest /= loop.sizes[d];
     for (size_t k = 0; k < N; ++k) data.at[k] += index[d] * loop.strides[k][d];
   }
-  bool direct = !std::is_same_v<T, float16>;  // For float16 there are instructions for whole blocks only.
+  constexpr bool kComputesInT = std::is_same_v<T, typename Compute<T>::type>;
+  bool unit = !std::is_same_v<T, float16>;  // For float16 there are instructions for whole blocks only.
+  bool apart = false;
   for (size_t k = 0; k < N; ++k) {
     steps[k] = loop.strides[k][0];
-    direct = direct && steps[k] == 1;
+    unit = unit && steps[k] == 1;
+    apart = apart || steps[k] > 1;
   }
   for (int64_t done = begin; done < end;) {
     const int64_t n = std::min(loop.sizes[0] - index[0], end - done);
-    if (direct) {
+    if (unit) {
       contiguous<kOut, kIn>(data, n, op);
+    } else if (kComputesInT && apart) {
+      if constexpr (kComputesInT) simd::run([&] { strided<kOut, kIn>(data, steps, n, op); });
     } else {
       row<kOut, kIn>(data, steps, n, op);
     }

@@ -25,7 +25,9 @@ except ImportError:  # A torch that renamed one of them: every call takes the ge
     def is_eager(*tensors: Tensor) -> bool:
         return False
 
-    is_plain = is_eager
+    def is_plain(a: Tensor, b: Tensor) -> bool:
+        return False
+
     call_handle: Any = None
 
 else:
