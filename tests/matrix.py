@@ -84,7 +84,9 @@ def main() -> int:
     console = Console(width=None if Console().is_terminal else 120)
     wheel = build_wheel()
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    table = Table("Python", "torch", "result", "time", title=f"{wheel.name}, sha256 {digest[:16]}", title_justify="left")
+    table = Table(
+        "Python", "torch", "result", "time", title=f"{wheel.name}, sha256 {digest[:16]}", title_justify="left"
+    )
     failed = 0
     for version, torch in COMBINATIONS:
         if torch not in (options.torch or [torch]) or version not in (options.python or [version]):

@@ -1,0 +1,39 @@
+"""What the documents show is what happens."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import extension_cpp
+from extension_cpp.ops import muladd
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("module", [muladd], ids=lambda module: module.__name__)
+def test_docstring_examples(module):
+    result = doctest.testmod(module, extraglobs={"torch": torch, "extension_cpp": extension_cpp})
+    assert result.attempted and not result.failed
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no source checkout")
+class TestReadme:
+    def test_python(self):
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        assert blocks
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), {})
+
+    def test_make_targets_exist(self):
+        makefile = (ROOT / "Makefile").read_text()
+        for document in ("README.md", "CONTRIBUTING.md"):
+            for target in re.findall(r"^make (\w+)|`make (\w+)", (ROOT / document).read_text(), re.MULTILINE):
+                assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{document}: make {''.join(target)}"
+
+    def test_every_operator_is_in_the_table(self):
+        table = (ROOT / "README.md").read_text()
+        for name in extension_cpp.ops.__all__:
+            assert f"| `{name}(" in table
