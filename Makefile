@@ -2,9 +2,10 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
+CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 
-.PHONY: test bench matrix lint format clean
+.PHONY: test package env bench matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,11 +21,21 @@ build: $(VENV)/.ready
 test: build lint
 	$(RUN) -m pytest
 
+# The conda engine has an environment of its own: it needs no torch.
+$(CONDA)/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-conda
+	$(CONDA)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(CONDA)/python -m pip install --quiet --disable-pip-version-check --group conda
+	touch $@
+
+package: $(CONDA)/.ready
+	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.package
+
 bench: build
 	$(RUN) -m benchmarks $(BENCH)
 
 matrix: build
-	$(RUN) -m tests.matrix
+	$(RUN) tests/checkout/matrix.py $(MATRIX)
 
 lint: build
 	$(RUN) -m ruff check .

@@ -1,0 +1,291 @@
+"""Builds a local conda channel from PyPI's wheels and this machine's Python and compiler.
+
+It stands in for conda-forge where that can't be reached, with its names, build strings and run_exports, so that the recipe
+can't tell the difference. wheels.txt pins the wheels; recipes/ has what is no wheel. A package that is there is never
+rebuilt, each appears whole or not at all, and a lock keeps two runs apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import rattler
+import rattler_build
+from filelock import FileLock
+from packaging.metadata import Metadata
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+HERE = Path(__file__).parent
+WHEELS = HERE / "wheels.txt"
+SUBDIR = "linux-64"
+PYTHON = "3.11"
+CONDA_NAMES = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
+Report = Callable[[str], None]
+
+# A script that finds its interpreter beside itself, wherever the environment lies.
+SCRIPT = """#!/bin/sh
+'''exec' "$(dirname "$(readlink -f "$0")")/python" "$0" "$@"
+' '''
+import sys
+from {module} import {name}
+sys.exit({call}())
+"""
+
+
+class ChannelError(Exception):
+    """Something the user can mend; the message says what and how."""
+
+
+def conda_name(name: str) -> str:
+    name = canonicalize_name(name)
+    return CONDA_NAMES.get(name, name)
+
+
+def check_machine() -> None:
+    """Raise ChannelError where this machine can't make a channel."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        here = f"{platform.system()} {platform.machine()}"
+        raise ChannelError(f"the local channel is made on Linux x86_64, and this is {here}: use CHANNEL=conda-forge")
+    if f"{sys.version_info.major}.{sys.version_info.minor}" != PYTHON:
+        version = platform.python_version()
+        raise ChannelError(f"the local channel's wheels are for Python {PYTHON}, and this is {version}: PYTHON=python{PYTHON}")
+    for tool in (os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")):
+        if shutil.which(tool) is None:
+            raise ChannelError(f"no compiler: {tool} is not on PATH. Install g++ (apt-get install g++) or set CC and CXX")
+
+
+def wheel_pins() -> list[tuple[str, str, str]]:
+    """Name, version and line of each pin in wheels.txt."""
+    lines = [line for line in WHEELS.read_text().splitlines() if line and not line.startswith("#")]
+    return [(*line.split(" ")[0].split("==", 1), line) for line in lines]  # type: ignore[misc]
+
+
+def download(folder: Path, wanted: list[tuple[str, str, str]], report: Report) -> list[Path]:
+    """The wheels wanted, checked against their hashes; what is there already is not fetched again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report("wheels")
+    listed = folder / "wanted.txt"
+    listed.write_text("".join(f"{line}\n" for _, _, line in wanted))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--require-hashes", "--dest", folder, "--find-links", folder, "-r", listed]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = "\n".join(line for line in done.stderr.splitlines() if line.startswith(("ERROR", "    ")))
+        raise ChannelError(f"the wheels that {WHEELS.name} lists could not be had; run it again to go on. pip says:\n{said}")
+    keys = {(canonicalize_name(name), version) for name, version, _ in wanted}
+    return sorted(path for path in folder.glob("*.whl") if wheel_key(path) in keys)
+
+
+def wheel_key(path: Path) -> tuple[str, str]:
+    name, version, _, _ = parse_wheel_filename(path.name)
+    return name, str(version)
+
+
+def unpack(wheel: Path, tree: Path, site_packages: str, scripts: str) -> Metadata:
+    """Lay a wheel's files out as an installed package has them; returns its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tree / site_packages)
+    root = tree / site_packages
+    (info,) = root.glob("*.dist-info")
+    for data in root.glob("*.data"):
+        for kind, target in (("purelib", root), ("platlib", root), ("scripts", tree / scripts), ("data", tree)):
+            if (data / kind).exists():
+                shutil.copytree(data / kind, target, dirs_exist_ok=True)
+        shutil.rmtree(data)
+    for script in (tree / scripts).glob("*"):
+        script.chmod(0o755)
+    if (info / "entry_points.txt").exists():
+        entries = configparser.ConfigParser(delimiters="=")
+        entries.optionxform = str  # type: ignore[assignment,method-assign]
+        entries.read(info / "entry_points.txt")
+        for name, target in entries["console_scripts"].items() if entries.has_section("console_scripts") else ():
+            module, _, call = target.split("[")[0].strip().partition(":")
+            (tree / scripts).mkdir(parents=True, exist_ok=True)
+            path = tree / scripts / name
+            path.write_text(SCRIPT.format(module=module, name=call.split(".")[0], call=call))
+            path.chmod(0o755)
+    (info / "INSTALLER").write_text("conda\n")
+    (info / "RECORD").unlink(missing_ok=True)
+    return Metadata.from_email((info / "METADATA").read_bytes(), validate=False)
+
+
+def requirements(metadata: Metadata) -> Iterator[str]:
+    """The wheel's requirements on this platform, as conda writes them."""
+    for requirement in metadata.requires_dist or ():
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield f"{conda_name(requirement.name)} {requirement.specifier}".strip()
+
+
+class LocalChannel:
+    """A channel at `root`; `ensure()` makes what it lacks."""
+
+    def __init__(self, root: Path, report: Report = lambda what: None, warn: Report = print) -> None:
+        self.root, self.report, self.warn = root.resolve(), report, warn
+        self.built = 0
+
+    @property
+    def url(self) -> str:
+        return self.root.as_uri()
+
+    def ensure(self) -> None:
+        check_machine()
+        self.root.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.root / ".lock"):
+            try:
+                self.make()
+            except OSError as error:
+                raise ChannelError(f"{self.root} could not be written: {error}") from error
+
+    def make(self) -> None:
+        for subdir in (SUBDIR, "noarch"):
+            (self.root / subdir).mkdir(exist_ok=True)
+        self.drop_damaged()
+        lacking = [pin for pin in wheel_pins() if not self.has(conda_name(pin[0]), pin[1].split("+")[0])]
+        wheels = download(self.root / ".wheels", lacking, self.report) if lacking else []
+        with tempfile.TemporaryDirectory(dir=self.root, prefix=".work-") as work:
+            self.make_python(Path(work))
+            self.make_abi_packages(Path(work))
+            self.make_system(Path(work))
+            for wheel in wheels:
+                self.make_wheel(wheel, Path(work))
+        if self.built or not (self.root / "noarch" / "repodata.json").exists():
+            self.report("index")
+            asyncio.run(rattler.index.index_fs(self.root, write_zst=False, write_shards=False))
+
+    def drop_damaged(self) -> None:
+        """Remove packages that are not what the index says they are, so that they are made again."""
+        for subdir in (SUBDIR, "noarch"):
+            index = self.root / subdir / "repodata.json"
+            records = json.loads(index.read_text())["packages.conda"] if index.exists() else {}
+            for name, record in records.items():
+                path = self.root / subdir / name
+                if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+                    self.warn(f"{path} is damaged; it is made again")
+                    path.unlink()
+                    self.built += 1
+
+    def digest(self) -> str:
+        """Of all packages of the channel."""
+        indexes = [(self.root / subdir / "repodata.json").read_bytes() for subdir in (SUBDIR, "noarch")]
+        return hashlib.sha256(b"".join(indexes)).hexdigest()
+
+    def has(self, name: str, version: str) -> bool:
+        return any(list((self.root / subdir).glob(f"{name}-{version}-*.conda")) for subdir in (SUBDIR, "noarch"))
+
+    def add(self, package: Path, subdir: str) -> None:
+        """Move a finished package in; a rename, so that it is never seen half written."""
+        os.replace(package, self.root / subdir / package.name)
+        self.built += 1
+
+    def assemble(self, work: Path, name: str, version: str, build: str, subdir: str, **fields) -> None:
+        self.report(name)
+        out = work / f"{name}-out"
+        fields.setdefault("compression_level", 1)
+        made = rattler_build.assemble_package(name, version, subdir, build, out, detect_prefix=False, **fields)
+        self.add(Path(made.path), subdir)
+
+    def recipe(self, work: Path, file: str, depends: Sequence[str] = (), **context: object) -> None:
+        """Build a recipe of recipes/, with `context` and `depends` for what it leaves open."""
+        lines = "".join(f"\n    - {spec}" for spec in depends)
+        text = (HERE / "recipes" / file).read_text().replace("run: []", f"run:{lines}")
+        recipe = rattler_build.Stage0Recipe.from_yaml(text)
+        config = rattler_build.RenderConfig(extra_context=context)
+        tools = rattler_build.ToolConfiguration(test_strategy="skip")
+        for variant in recipe.render(rattler_build.VariantConfig(), config):
+            self.report(variant.recipe.package.name)
+            result = variant.run_build(
+                tools, work / "out", channels=[], package_format="conda:3", no_include_recipe=True
+            )
+            for package in result.packages:
+                self.add(Path(package), result.platform)
+
+    def make_wheel(self, wheel: Path, work: Path) -> None:
+        name, version, _, tags = parse_wheel_filename(wheel.name)
+        name, version = conda_name(name), str(version.public)
+        if self.has(name, version):
+            return
+        tree = work / name
+        pure = all(tag.platform == "any" for tag in tags)
+        site = "site-packages" if pure else f"lib/python{PYTHON}/site-packages"
+        metadata = unpack(wheel, tree, site, "python-scripts" if pure else "bin")
+        depends = sorted(requirements(metadata))
+        if name == "pytorch":
+            run = [*depends, f"python_abi {PYTHON}.* *_cp311", "libstdcxx"]
+            self.recipe(work, "pytorch.yaml", version=version, tree=str(tree), proc="cpu", depends=run)
+        elif pure:
+            python = f"python {metadata.requires_python or '>=3.10'}"
+            files = {"files_dir": tree, "noarch": "python", "depends": [python, *depends]}
+            self.assemble(work, name, version, "pyhd8ed1ab_0", "noarch", **files)
+        else:
+            run = [f"python {PYTHON}.*", f"python_abi {PYTHON}.* *_cp311", *depends]
+            self.assemble(work, name, version, "py311h0000000_0", SUBDIR, files_dir=tree, depends=run)
+        shutil.rmtree(tree)
+
+    def make_python(self, work: Path) -> None:
+        version = platform.python_version()
+        if self.has("python", version):
+            return
+        base = Path(sys.base_prefix)
+        tree = work / "python"
+        skipped = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "__pycache__", "*.a", "ensurepip")
+        library = Path("lib") / f"python{PYTHON}"
+        shutil.copytree(base / library, tree / library, symlinks=True, ignore=skipped)
+        shutil.copytree(base / "include" / f"python{PYTHON}", tree / "include" / f"python{PYTHON}")
+        (tree / "bin").mkdir()
+        shutil.copy2(base / "bin" / f"python{PYTHON}", tree / "bin")
+        for alias in ("python", "python3"):
+            (tree / "bin" / alias).symlink_to(f"python{PYTHON}")
+        for shared in (base / "lib").glob("libpython3*.so*"):
+            shutil.copy2(shared, tree / "lib", follow_symlinks=False)
+        (tree / library / "site-packages").mkdir()
+        (tree / library / "site-packages" / "README.txt").write_text("Packages are installed here.\n")
+        subprocess.run(["patchelf", "--set-rpath", "$ORIGIN/../lib", tree / "bin" / f"python{PYTHON}"], check=True)
+        compile_all = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", tree, tree / library]
+        subprocess.run(compile_all, stdout=subprocess.DEVNULL)
+        self.recipe(work, "python.yaml", version=version, minor=PYTHON, tree=str(tree), old_prefix=str(base))
+        shutil.rmtree(tree)
+
+    def make_abi_packages(self, work: Path) -> None:
+        """The small packages by which conda-forge says what a Python can load."""
+        if not self.has("python-abi3", "3.10"):  # The last of them.
+            self.recipe(work, "abi.yaml", version=platform.python_version(), minor=PYTHON)
+
+    def make_system(self, work: Path) -> None:
+        compiler = shutil.which(os.environ.get("CXX", "c++")), shutil.which(os.environ.get("CC", "cc"))
+        gcc, glibc = system_versions()
+        if not self.has("gxx_linux-64", gcc):
+            self.recipe(work, "system.yaml", gcc=gcc, glibc=glibc, cxx=compiler[0], cc=compiler[1])
+
+
+def system_versions() -> tuple[str, str]:
+    """The versions of the system's g++ and C library."""
+    command = [os.environ.get("CXX", "c++"), "-dumpfullversion"]
+    gcc = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return gcc, platform.libc_ver()[1]
+
+
+def pins() -> dict[str, list[str]]:
+    """What conda-forge's global pinning says, for this channel."""
+    gcc, glibc = system_versions()
+    major = gcc.split(".")[0]
+    return {
+        "python_min": ["3.10"],
+        "c_compiler": ["gcc"],
+        "c_compiler_version": [major],
+        "cxx_compiler": ["gxx"],
+        "cxx_compiler_version": [major],
+        "c_stdlib": ["sysroot"],
+        "c_stdlib_version": [glibc],
+    }

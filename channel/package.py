@@ -1,0 +1,279 @@
+"""`make package`: from csrc/ to an installed conda package.
+
+Builds recipe/ against a channel, runs the package's own tests, puts it into dist/conda, installs it from there with a solver
+into dist/env, and calls an operator in that environment.
+
+VARIANT   cpu (default)
+CHANNEL   conda-forge, local, a URL or a path; unset: conda-forge if it answers within seconds, else the local channel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import rattler
+import rattler_build
+from filelock import FileLock
+from rich.console import Console
+from rich.table import Table
+
+from channel.build import SUBDIR, ChannelError, LocalChannel, pins
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipe"
+VARIANTS = {"cpu": "None"}
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "extension_cpp", "tests", "recipe", "channel")
+QUESTION = """
+import torch, extension_cpp
+answer = extension_cpp.mymuladd(torch.tensor([1.0, 2.0]), torch.tensor([3.0]), 0.5)
+print(f"mymuladd([1, 2], [3], 0.5) = {answer.tolist()} under torch {torch.__version__}")
+"""
+
+console = Console(width=None if Console().is_terminal else 120, highlight=False)
+
+
+class Log:
+    """Shows what a long step is doing: its last line on a terminal, every line in the file."""
+
+    def __init__(self, file: Path, status) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file, self.status, self.title = file.open("w"), status, ""
+        self.lines: list[str] = []
+
+    def on_log(self, event) -> None:
+        for line in re.sub(r"\x1b\[[\d;]*m", "", event.message).splitlines():
+            self.lines.append(line)
+            print(line, file=self.file, flush=True)
+            if line.strip():
+                self.status.update(f"{self.title}: [dim]{line.strip()[:80].replace('[', '(')}")
+
+
+class Steps:
+    """Runs the steps one by one and remembers how long each took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, title: str) -> Iterator:
+        start = time.monotonic()
+        if not console.is_terminal:
+            console.print(f"{title} ...")
+        with console.status(title) as status:
+            yield status
+        self.seconds[title] = time.monotonic() - start
+
+
+def choose_channel(dist: Path) -> tuple[str, LocalChannel | None]:
+    """The URL of the channel to build against, and the local channel if it is that."""
+    wanted = os.environ.get("CHANNEL", "")
+    local = LocalChannel(dist / "channel")
+    if wanted in ("", "conda-forge"):
+        url = rattler.Channel("conda-forge").base_url
+        if wanted or answers(f"{url}noarch/repodata.json.zst"):
+            console.print(f"channel: conda-forge ({'CHANNEL says so' if wanted else 'it answers'})")
+            return "conda-forge", None
+        console.print(f"channel: local, in {relative(local.root)} (conda-forge does not answer; CHANNEL=conda-forge to insist)")
+        return local.url, local
+    if wanted == "local":
+        console.print(f"channel: local, in {relative(local.root)} (CHANNEL says so)")
+        return local.url, local
+    if "://" not in wanted:
+        if not (Path(wanted) / "noarch" / "repodata.json").exists():
+            raise ChannelError(f"CHANNEL={wanted} is no conda channel: it has no noarch/repodata.json")
+        wanted = Path(wanted).resolve().as_uri()
+    console.print(f"channel: {wanted} (CHANNEL says so)")
+    return wanted, None
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=3):
+            return True
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def relative(path: Path) -> str:
+    return os.path.relpath(path, ROOT)
+
+
+def source_files() -> Iterator[Path]:
+    for name in SOURCES:
+        path = ROOT / name
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        yield from (f for f in files if f.is_file() and f.suffix != ".so" and "__pycache__" not in f.parts)
+
+
+def fingerprint(*others: str) -> str:
+    """Of all that decides what the package is."""
+    digest = hashlib.sha256("\0".join([sys.version, rattler_build.rattler_build_version(), *others]).encode())
+    for path in source_files():
+        digest.update(f"{relative(path)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def set_source_date() -> None:
+    """Give the package the time of the commit, so that building it twice gives the same bytes."""
+    git = ["git", "-C", str(ROOT)]
+    done = subprocess.run([*git, "log", "-1", "--format=%ct"], capture_output=True, text=True)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", done.stdout.strip() or "315532800")
+    changed = subprocess.run([*git, "status", "--porcelain", "--", *SOURCES], capture_output=True, text=True).stdout
+    if changed:
+        count = len(changed.splitlines())
+        console.print(f"note: {count} uncommitted change{'s' * (count > 1)} will be in the package: {changed.split()[1]} ...")
+
+
+def render(variant: str) -> rattler_build.RenderedVariant:
+    """The recipe for a variant; the pins stand in for conda-forge's global pinning."""
+    config = rattler_build.VariantConfig.from_file(RECIPE / "variants.yaml")
+    config = config.merge(rattler_build.VariantConfig(pins()))
+    config = config.merge(rattler_build.VariantConfig({"cuda_compiler_version": [VARIANTS[variant]]}))
+    try:
+        (rendered,) = rattler_build.Stage0Recipe.from_file(RECIPE / "recipe.yaml").render(config)
+    except rattler_build.RattlerBuildError as error:
+        raise ChannelError(f"recipe/recipe.yaml can't be read: {error}") from error
+    return rendered
+
+
+def build(rendered: rattler_build.RenderedVariant, url: str, work: Path, log: Log) -> Path:
+    timestamp = datetime.datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), datetime.timezone.utc)
+    tools = rattler_build.ToolConfiguration(test_strategy="skip")
+    try:
+        result = rendered.run_build(
+            tools, work, channels=[url], package_format="conda:19", no_include_recipe=True, progress_callback=log
+        )
+    except rattler_build.RattlerBuildError as error:
+        raise ChannelError(f"the build failed:\n{error}\n" + tail(log)) from error
+    del timestamp
+    return Path(result.packages[0])
+
+
+def test(package: Path, url: str, log: Log) -> str:
+    """Run the tests that the package carries; returns what pytest says in its last line."""
+    try:
+        results = rattler_build.Package.from_file(package).run_tests(channel=[url], progress_callback=log)
+        passed = all(result.success for result in results)
+        reason = ""
+    except rattler_build.RattlerBuildError as error:
+        passed, reason = False, f"{error}\n"
+    if not passed:
+        failed = package.parents[2] / "failed" / package.name
+        failed.parent.mkdir(exist_ok=True)
+        os.replace(package, failed)
+        raise ChannelError(f"the package's tests failed; it is in {relative(failed)}, not in the channel\n{reason}{tail(log)}")
+    summaries = re.findall(r"(\d+ passed.*?) in [\d.]+s", "\n".join(log.lines))
+    return summaries[-1] if summaries else "passed"
+
+
+def tail(log: Log) -> str:
+    return "\n".join(log.lines[-25:] + [f"The whole log is in {relative(Path(log.file.name))}"])
+
+
+async def install(specs: list[str], channels: list[str], prefix: Path) -> list[str]:
+    """Solve and install; returns the names of the packages. The solver's reasons are the error."""
+    try:
+        virtual = rattler.VirtualPackage.detect()
+        records = await rattler.solve(channels, specs, virtual_packages=virtual)
+    except Exception as error:
+        raise ChannelError(f"no environment has {', '.join(specs)}:\n{error}") from error
+    if prefix.exists():
+        shutil.rmtree(prefix)
+    partial = prefix.with_name(f".{prefix.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    await rattler.install(records, prefix, show_progress=console.is_terminal)
+    return [f"{record.name.normalized} {record.version}" for record in records]
+
+
+def ask(prefix: Path) -> str:
+    python = prefix / "bin" / "python"
+    done = subprocess.run([python, "-c", QUESTION], capture_output=True, text=True, cwd=prefix)
+    if done.returncode:
+        raise ChannelError(f"the installed package does not answer:\n{done.stderr}")
+    return done.stdout.strip()
+
+
+def make(variant: str, dist: Path) -> None:
+    if variant not in VARIANTS:
+        raise ChannelError(f"VARIANT must be {' or '.join(VARIANTS)}, got {variant!r}")
+    steps = Steps()
+    url, local = choose_channel(dist)
+    set_source_date()
+    if local:
+        with steps("local channel") as status:
+            local.report = lambda what: status.update(f"local channel: [dim]{what}")
+            local.ensure()
+    mark = fingerprint(variant, url, local.digest() if local else "", os.environ["SOURCE_DATE_EPOCH"])
+    state_file, target, prefix = dist / "state.json", dist / "conda", dist / "env"
+    state = json.loads(state_file.read_text()) if state_file.exists() else {}
+    package = target / SUBDIR / state.get("package", "none")
+    if state.get("fingerprint") != mark or not package.exists() or not (prefix / "conda-meta").exists():
+        rendered = render(variant)
+        work = dist / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        with steps("build") as status:
+            log = Log(dist / "logs" / "build.log", status)
+            log.title = "build"
+            built = build(rendered, url, work, log)
+        with steps("test") as status:
+            log = Log(dist / "logs" / "test.log", status)
+            log.title = "test"
+            summary = test(built, url, log)
+        with steps("install"):
+            (target / SUBDIR).mkdir(parents=True, exist_ok=True)
+            (target / "noarch").mkdir(exist_ok=True)
+            for old in (target / SUBDIR).glob(f"extension_cpp-*-{variant}*.conda"):
+                old.unlink()
+            package = target / SUBDIR / built.name
+            os.replace(built, package)
+            asyncio.run(rattler.index.index_fs(target, force=True, write_zst=False, write_shards=False))
+            asyncio.run(install(["extension_cpp", "python"], [target.resolve().as_uri(), url], prefix))
+        shutil.rmtree(work, ignore_errors=True)
+        state = {"fingerprint": mark, "package": package.name, "tests": summary, "seconds": steps.seconds}
+    else:
+        console.print("nothing has changed since this package was built and tested")
+    with steps("call"):
+        answer = ask(prefix)
+    state_file.write_text(json.dumps(state, indent=1) + "\n")
+    show(package, state, steps, answer)
+
+
+def show(package: Path, state: dict, steps: Steps, answer: str) -> None:
+    table = Table("", "", show_header=False, title=package.name, title_justify="left")
+    table.add_row("package", f"{relative(package)}, {package.stat().st_size / 1e3:.0f} kB")
+    table.add_row("environment", relative(package.parents[2] / "env"))
+    table.add_row("tests", state["tests"])
+    table.add_row("time", ", ".join(f"{title} {seconds:.1f} s" for title, seconds in steps.seconds.items()))
+    table.add_row("answer", answer)
+    console.print(table)
+
+
+def main() -> int:
+    dist = Path(os.environ.get("DIST", ROOT / "dist"))
+    dist.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(dist / ".lock"):
+            make(os.environ.get("VARIANT", "cpu"), dist)
+    except ChannelError as error:
+        console.print(f"[red]error:[/red] {str(error).replace('[', chr(92) + '[')}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
