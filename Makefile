@@ -1,22 +1,24 @@
-# Each target makes what it needs; PYTHON picks the interpreter of the environment, which lies in .venv.
+# Each target makes what it needs, in .venv and .venv-conda. From outside: PYTHON and TORCH pick what those are made of,
+# VARIANT and CHANNEL what `package` builds and against what; setup.py lists the variables of the build.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
+QUIET := --quiet --quiet --disable-pip-version-check
 
 .PHONY: test package env bench matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(RUN) -m pip install --quiet --disable-pip-version-check "setuptools>=77" ninja
+	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
+	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
 	touch $@
 
 # Editable, so that Python files need no step; ninja recompiles what has changed in csrc/ and nothing else.
 .PHONY: build
 build: $(VENV)/.ready
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
 test: build lint
 	$(RUN) -m pytest
@@ -24,12 +26,15 @@ test: build lint
 # The conda engine has an environment of its own: it needs no torch.
 $(CONDA)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-conda
-	$(CONDA)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	$(CONDA)/python -m pip install --quiet --disable-pip-version-check --group conda
+	$(CONDA)/python -m pip install $(QUIET) --upgrade "pip>=25.1"
+	$(CONDA)/python -m pip install $(QUIET) --group conda
 	touch $@
 
 package: $(CONDA)/.ready
 	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.package
+
+env: $(CONDA)/.ready
+	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.env
 
 bench: build
 	$(RUN) -m benchmarks $(BENCH)

@@ -86,8 +86,9 @@ class NinjaBuild(build_ext):
         python = [flag for path in self.include_dirs for flag in ("-isystem", path)]
         cxx = shlex.split(os.environ.get("CXX", "c++"))
         # Through libtorch.so, libtorch_cuda.so comes into scope at load time; a CPU build of torch has no such file.
-        strip = [] if DEBUG else ["-Wl,-s"]
-        torch = [f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *strip]
+        # A build ID would hash the paths of this build, which nothing else in the file depends on.
+        plain = [] if DEBUG else ["-Wl,-s", "-Wl,--build-id=none"]
+        torch = [f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
         output = "-MMD -MF $out.d -c $in -o $out"
         env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
         rules = {

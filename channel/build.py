@@ -60,10 +60,14 @@ def check_machine() -> None:
         raise ChannelError(f"the local channel is made on Linux x86_64, and this is {here}: use CHANNEL=conda-forge")
     if f"{sys.version_info.major}.{sys.version_info.minor}" != PYTHON:
         version = platform.python_version()
-        raise ChannelError(f"the local channel's wheels are for Python {PYTHON}, and this is {version}: PYTHON=python{PYTHON}")
+        raise ChannelError(
+            f"the local channel's wheels are for Python {PYTHON}, and this is {version}: PYTHON=python{PYTHON}"
+        )
     for tool in (os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")):
         if shutil.which(tool) is None:
-            raise ChannelError(f"no compiler: {tool} is not on PATH. Install g++ (apt-get install g++) or set CC and CXX")
+            raise ChannelError(
+                f"no compiler: {tool} is not on PATH. Install g++ (apt-get install g++) or set CC and CXX"
+            )
 
 
 def wheel_pins() -> list[tuple[str, str, str]]:
@@ -83,7 +87,9 @@ def download(folder: Path, wanted: list[tuple[str, str, str]], report: Report) -
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = "\n".join(line for line in done.stderr.splitlines() if line.startswith(("ERROR", "    ")))
-        raise ChannelError(f"the wheels that {WHEELS.name} lists could not be had; run it again to go on. pip says:\n{said}")
+        raise ChannelError(
+            f"the wheels that {WHEELS.name} lists could not be had; run it again to go on. pip says:\n{said}"
+        )
     keys = {(canonicalize_name(name), version) for name, version, _ in wanted}
     return sorted(path for path in folder.glob("*.whl") if wheel_key(path) in keys)
 
@@ -220,6 +226,8 @@ class LocalChannel:
         pure = all(tag.platform == "any" for tag in tags)
         site = "site-packages" if pure else f"lib/python{PYTHON}/site-packages"
         metadata = unpack(wheel, tree, site, "python-scripts" if pure else "bin")
+        if not pure:
+            compile_python(tree)
         depends = sorted(requirements(metadata))
         if name == "pytorch":
             run = [*depends, f"python_abi {PYTHON}.* *_cp311", "libstdcxx"]
@@ -252,8 +260,7 @@ class LocalChannel:
         (tree / library / "site-packages").mkdir()
         (tree / library / "site-packages" / "README.txt").write_text("Packages are installed here.\n")
         subprocess.run(["patchelf", "--set-rpath", "$ORIGIN/../lib", tree / "bin" / f"python{PYTHON}"], check=True)
-        compile_all = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", tree, tree / library]
-        subprocess.run(compile_all, stdout=subprocess.DEVNULL)
+        compile_python(tree)
         self.recipe(work, "python.yaml", version=version, minor=PYTHON, tree=str(tree), old_prefix=str(base))
         shutil.rmtree(tree)
 
@@ -267,6 +274,12 @@ class LocalChannel:
         gcc, glibc = system_versions()
         if not self.has("gxx_linux-64", gcc):
             self.recipe(work, "system.yaml", gcc=gcc, glibc=glibc, cxx=compiler[0], cc=compiler[1])
+
+
+def compile_python(tree: Path) -> None:
+    """Make the .pyc files, in parallel; files that are no valid Python, as tests of parsers have, stay without."""
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", tree, "--invalidation-mode", "unchecked-hash"]
+    subprocess.run([*command, tree], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def system_versions() -> tuple[str, str]:

@@ -10,14 +10,15 @@ CHANNEL   conda-forge, local, a URL or a path; unset: conda-forge if it answers 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +28,8 @@ from pathlib import Path
 
 import rattler
 import rattler_build
+from conda_package_streaming.create import anonymize, conda_builder
+from conda_package_streaming.package_streaming import CondaComponent, stream_conda_component
 from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
@@ -57,7 +60,7 @@ class Log:
     def on_log(self, event) -> None:
         for line in re.sub(r"\x1b\[[\d;]*m", "", event.message).splitlines():
             self.lines.append(line)
-            print(line, file=self.file, flush=True)
+            print(f"{time.monotonic():.1f} {line}", file=self.file, flush=True)
             if line.strip():
                 self.status.update(f"{self.title}: [dim]{line.strip()[:80].replace('[', '(')}")
 
@@ -87,7 +90,9 @@ def choose_channel(dist: Path) -> tuple[str, LocalChannel | None]:
         if wanted or answers(f"{url}noarch/repodata.json.zst"):
             console.print(f"channel: conda-forge ({'CHANNEL says so' if wanted else 'it answers'})")
             return "conda-forge", None
-        console.print(f"channel: local, in {relative(local.root)} (conda-forge does not answer; CHANNEL=conda-forge to insist)")
+        console.print(
+            f"channel: local, in {relative(local.root)} (conda-forge does not answer; CHANNEL=conda-forge to insist)"
+        )
         return local.url, local
     if wanted == "local":
         console.print(f"channel: local, in {relative(local.root)} (CHANNEL says so)")
@@ -136,7 +141,9 @@ def set_source_date() -> None:
     changed = subprocess.run([*git, "status", "--porcelain", "--", *SOURCES], capture_output=True, text=True).stdout
     if changed:
         count = len(changed.splitlines())
-        console.print(f"note: {count} uncommitted change{'s' * (count > 1)} will be in the package: {changed.split()[1]} ...")
+        console.print(
+            f"note: {count} uncommitted change{'s' * (count > 1)} will be in the package: {changed.split()[1]} ..."
+        )
 
 
 def render(variant: str) -> rattler_build.RenderedVariant:
@@ -152,16 +159,44 @@ def render(variant: str) -> rattler_build.RenderedVariant:
 
 
 def build(rendered: rattler_build.RenderedVariant, url: str, work: Path, log: Log) -> Path:
-    timestamp = datetime.datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), datetime.timezone.utc)
     tools = rattler_build.ToolConfiguration(test_strategy="skip")
     try:
         result = rendered.run_build(
             tools, work, channels=[url], package_format="conda:19", no_include_recipe=True, progress_callback=log
         )
     except rattler_build.RattlerBuildError as error:
-        raise ChannelError(f"the build failed:\n{error}\n" + tail(log)) from error
-    del timestamp
-    return Path(result.packages[0])
+        reasons = asyncio.run(unsolvable(rendered, url)) if "resolve dependencies" in str(error) else excerpt(log)
+        raise ChannelError(f"the build failed:\n{reasons}") from error
+    package = Path(result.packages[0])
+    make_reproducible(package, int(os.environ["SOURCE_DATE_EPOCH"]))
+    return package
+
+
+def make_reproducible(package: Path, epoch: int) -> None:
+    """Write a package anew without what differs between builds: times, owners, and the path of a local channel."""
+
+    def constant(name: str, content: bytes) -> bytes:
+        if name not in ("info/index.json", "info/about.json"):
+            return content
+        fields = json.loads(content)
+        if "timestamp" in fields:
+            fields["timestamp"] = epoch * 1000
+        if "channels" in fields:
+            fields["channels"] = ["conda-forge" if url.startswith("file:") else url for url in fields["channels"]]
+        return json.dumps(fields, indent=2, sort_keys=True).encode()
+
+    entries = []
+    for component in CondaComponent:
+        for archive, member in stream_conda_component(package, component=component):
+            stream = archive.extractfile(member)
+            content = None if stream is None else constant(member.name, stream.read())
+            entries.append((anonymize(member), content))
+    with tempfile.TemporaryDirectory(dir=package.parent) as folder:
+        with conda_builder(package.stem, folder) as target:
+            for member, content in sorted(entries, key=lambda entry: entry[0].name):
+                member.mtime, member.size = epoch, len(content or b"")
+                target.addfile(member, None if content is None else io.BytesIO(content))
+        os.replace(Path(folder, package.name), package)
 
 
 def test(package: Path, url: str, log: Log) -> str:
@@ -176,26 +211,43 @@ def test(package: Path, url: str, log: Log) -> str:
         failed = package.parents[2] / "failed" / package.name
         failed.parent.mkdir(exist_ok=True)
         os.replace(package, failed)
-        raise ChannelError(f"the package's tests failed; it is in {relative(failed)}, not in the channel\n{reason}{tail(log)}")
+        raise ChannelError(
+            f"the package's tests failed; it is in {relative(failed)}, not in the channel\n{reason}{excerpt(log)}"
+        )
     summaries = re.findall(r"(\d+ passed.*?) in [\d.]+s", "\n".join(log.lines))
     return summaries[-1] if summaries else "passed"
 
 
-def tail(log: Log) -> str:
-    return "\n".join(log.lines[-25:] + [f"The whole log is in {relative(Path(log.file.name))}"])
+def excerpt(log: Log) -> str:
+    """What of a log tells why: lines with an error, then the end."""
+    errors = [line for line in log.lines[:-15] if re.search(r"\berror\b|^E  ", line, re.IGNORECASE)]
+    return "\n".join([*errors[:15], *log.lines[-15:], f"The whole log is in {relative(Path(log.file.name))}"])
+
+
+async def unsolvable(rendered: rattler_build.RenderedVariant, url: str) -> str:
+    """Why the recipe's environments can't be solved, in the solver's words; the build says only that they can't."""
+    needs = rendered.recipe.requirements.to_dict()
+    reasons = []
+    for part in ("build", "host"):
+        try:
+            await solve([url], needs[part])
+        except ChannelError as error:
+            reasons.append(f"{part}: {error}")
+    return "\n".join(reasons) or "the solver finds no fault with it alone"
+
+
+async def solve(channels: list[str], specs: list[str]) -> list[rattler.RepoDataRecord]:
+    try:
+        return await rattler.solve(channels, specs, virtual_packages=rattler.VirtualPackage.detect())
+    except Exception as error:
+        raise ChannelError(f"no environment has {', '.join(specs)}:\n{error}") from error
 
 
 async def install(specs: list[str], channels: list[str], prefix: Path) -> list[str]:
     """Solve and install; returns the names of the packages. The solver's reasons are the error."""
-    try:
-        virtual = rattler.VirtualPackage.detect()
-        records = await rattler.solve(channels, specs, virtual_packages=virtual)
-    except Exception as error:
-        raise ChannelError(f"no environment has {', '.join(specs)}:\n{error}") from error
+    records = await solve(channels, specs)
     if prefix.exists():
         shutil.rmtree(prefix)
-    partial = prefix.with_name(f".{prefix.name}")
-    shutil.rmtree(partial, ignore_errors=True)
     await rattler.install(records, prefix, show_progress=console.is_terminal)
     return [f"{record.name.normalized} {record.version}" for record in records]
 

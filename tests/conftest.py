@@ -12,11 +12,25 @@ hypothesis.settings.register_profile("default", deadline=None, max_examples=60, 
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=10, derandomize=True)
 
-QUICK_DTYPES = (torch.float32, torch.bfloat16)
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether --quick keeps a test: every kind of check of every operator, but not every dtype and setting."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return (
+        params.get("dtype", torch.float32) in (torch.float32, torch.bfloat16)
+        and params.get("dynamic", True)
+        and params.get("level", "baseline") == "baseline"
+        and params.get("damage", "missing") in ("missing", "truncated")
+        and item.get_closest_marker("large") is None
+        and item.path.name
+        not in ("test_contract.py", "test_tutorial.py")  # One tests the tests; smoke.py is like the other.
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="every kind of check, but in two dtypes and with few examples")
+    parser.addoption(
+        "--quick", action="store_true", help="every kind of check, but in two dtypes and with few examples"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,14 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("quick"):
-        return
-    kept, left = [], []
-    for item in items:
-        dtype = item.callspec.params.get("dtype", torch.float32) if hasattr(item, "callspec") else torch.float32
-        (left if dtype not in QUICK_DTYPES or item.get_closest_marker("large") else kept).append(item)
-    config.hook.pytest_deselected(items=left)
-    items[:] = kept
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
+        items[:] = filter(is_quick, items)
 
 
 def pytest_report_header() -> str:

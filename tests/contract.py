@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ class Contract:
 
     def test_opcheck(self, device):
         """PyTorch's own checks of schema, autograd registration, fake kernel and AOT dispatch."""
-        for args in self.op.samples(device, torch.float32):
+        for args in islice(self.op.samples(device, torch.float32), 5):  # It looks at registrations more than at shapes.
             opcheck(self.op.overload, args)
             if self.op.differentiable:
                 opcheck(self.op.overload, map_tensors(lambda t: t.detach().clone().requires_grad_(), args))

@@ -22,4 +22,6 @@ for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
     optimizer.step()
     after = torch.compile(loss, fullgraph=True)(a, weight)
     assert after < before, (after, before)
-    print(f"extension_cpp {extension_cpp.__version__} under torch {torch.__version__} on {device}: loss {before:.3f}, then {after:.3f}")
+    print(
+        f"extension_cpp {extension_cpp.__version__}, torch {torch.__version__}, {device}: loss {before:.3f}, then {after:.3f}"
+    )

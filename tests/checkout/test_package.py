@@ -1,0 +1,353 @@
+"""The recipe, the local channel and `make package`: what they make, and what they say when something is wrong."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import rattler
+import rattler_build
+import yaml
+from elftools.elf.elffile import ELFFile
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+build = pytest.importorskip("channel.build")
+env = pytest.importorskip("channel.env")
+package = pytest.importorskip("channel.package")
+
+CHANNEL = ROOT / "dist" / "channel"
+
+
+def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    command = command or (sys.executable, "-m", "channel.package")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "CHANNEL": "local", "SOURCE_DATE_EPOCH": "1700000000", **variables}
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def made() -> Path:
+    """The package of this checkout, as `make package` makes it; there already if that ran before."""
+    done = make(**({"SOURCE_DATE_EPOCH": os.environ["SOURCE_DATE_EPOCH"]} if "SOURCE_DATE_EPOCH" in os.environ else {}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ROOT / "dist" / "conda" / "linux-64" / json.loads((ROOT / "dist" / "state.json").read_text())["package"]
+
+
+@pytest.fixture
+def channel(made, tmp_path) -> Path:
+    """A copy of the local channel that a test may spoil."""
+    shutil.copytree(
+        CHANNEL, tmp_path / "channel", copy_function=os.link, ignore=shutil.ignore_patterns(".lock", ".work*")
+    )
+    return tmp_path / "channel"
+
+
+def index(channel: Path) -> None:
+    import asyncio
+
+    for file in channel.glob("*/repodata.json"):
+        file.unlink()  # A link to the original's.
+    asyncio.run(rattler.index.index_fs(channel, force=True, write_zst=False, write_shards=False))
+
+
+class TestRecipe:
+    EXPECTED: ClassVar = {
+        "linux-64": ("gxx_linux-64 12.*", "sysroot_linux-64 2.36.*"),
+        "linux-aarch64": ("gxx_linux-aarch64 12.*", "sysroot_linux-aarch64 2.36.*"),
+        "osx-arm64": ("clangxx_osx-arm64 19.*", "macosx_deployment_target_osx-arm64 11.0.*"),
+        "win-64": ("vs2022_win-64", None),
+    }
+    PINS: ClassVar = {
+        "linux": {
+            "cxx_compiler": "gxx",
+            "cxx_compiler_version": "12",
+            "c_stdlib": "sysroot",
+            "c_stdlib_version": "2.36",
+        },
+        "osx": {
+            "cxx_compiler": "clangxx",
+            "cxx_compiler_version": "19",
+            "c_stdlib": "macosx_deployment_target",
+            "c_stdlib_version": "11.0",
+        },
+        "win": {"cxx_compiler": "vs2022", "c_stdlib": "vs"},
+    }
+
+    @pytest.mark.parametrize("platform", EXPECTED)
+    def test_render(self, platform):
+        """Requirements and build string on each platform; no CUDA but where a variant asks for it."""
+        pins = {key: [value] for key, value in {"python_min": "3.10", **self.PINS[platform.split("-")[0]]}.items()}
+        config = rattler_build.VariantConfig.from_file(ROOT / "recipe" / "variants.yaml")
+        config = config.merge(rattler_build.VariantConfig(pins))
+        target = rattler_build.RenderConfig(platform=rattler_build.PlatformConfig(target_platform=platform))
+        (rendered,) = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml").render(config, target)
+        recipe = rendered.recipe.to_dict()
+        needs = recipe["requirements"]
+        compiler, stdlib = self.EXPECTED[platform]
+        assert needs["build"] == [*(spec for spec in (compiler, stdlib) if spec), "ninja"] or stdlib is None
+        assert compiler in needs["build"] and "ninja" in needs["build"]
+        assert needs["host"][:2] == ["python", "python-abi3 3.10.*"] and needs["host"][-1] == "pytorch * cpu*"
+        assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", "pytorch * cpu*"]
+        assert needs["ignore_run_exports"] == {"from_package": ["pytorch", "libtorch"]}
+        assert not [spec for spec in needs["build"] + needs["host"] + needs["run"] if "cuda" in spec]
+        assert re.fullmatch(r"cpu_h[0-9a-f]{7}_0", recipe["build"]["string"]) and recipe["build"]["number"] == 0
+
+    def test_folder_holds_nothing_else(self):
+        """A second variant file or a v0 recipe beside them would change what conda-build does."""
+        assert sorted(path.name for path in (ROOT / "recipe").iterdir()) == ["recipe.yaml", "variants.yaml"]
+
+    def test_variants_are_lists_of_strings(self):
+        for values in yaml.safe_load((ROOT / "recipe" / "variants.yaml").read_text()).values():
+            assert isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+    def test_version_agrees(self):
+        text = (ROOT / "recipe" / "recipe.yaml").read_text()
+        version = re.search(r'__version__ = "(.*)"', (ROOT / "extension_cpp" / "_version.py").read_text())[1]
+        assert f'version: "{version}"' in text
+
+
+class TestPackage:
+    def test_small_and_without_traces(self, made, tmp_path):
+        """Under 200 kB, no path of the builder in any file, no library that looks outside of its environment."""
+        assert made.stat().st_size < 200_000
+        files = unpack(made, tmp_path)
+        assert len(files) > 15
+        for file in files:
+            content = file.read_bytes()
+            for path in (ROOT, Path.home(), Path(sys.prefix)):
+                assert os.fsencode(path) not in content, f"{path} in {file}"
+            if content.startswith(b"\x7fELF"):
+                assert all(path.startswith("$ORIGIN") for path in run_paths(file)), run_paths(file)
+
+    def test_metadata(self, made):
+        loaded = rattler_build.Package.from_file(made)
+        assert loaded.noarch == "python" and loaded.subdir == "linux-64"  # For every Python, on this platform.
+        assert "pytorch >=2.10,<3" in loaded.depends and "pytorch * cpu*" in loaded.depends
+        assert not [spec for spec in loaded.depends if re.match(r"(lib)?torch.*2\.13|python_abi", spec)]
+        assert any(spec.startswith("libstdcxx >=") for spec in loaded.depends)
+        assert loaded.license == "BSD-3-Clause" and loaded.test_count == 2  # Its contents are tested while building.
+
+    def test_reproducible(self, made, tmp_path, monkeypatch):
+        """Two builds, in different folders, one after the other: the same bytes."""
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+        monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        digests = set()
+        for name in ("first", "second"):
+            log = package.Log(tmp_path / f"{name}.log", type("Quiet", (), {"update": lambda self, text: None})())
+            made_again = package.build(package.render("cpu"), CHANNEL.as_uri(), tmp_path / name, log)
+            digests.add(hashlib.sha256(made_again.read_bytes()).hexdigest())
+        assert len(digests) == 1
+
+    def test_again_does_nothing(self, made):
+        done = make(SOURCE_DATE_EPOCH=os.environ.get("SOURCE_DATE_EPOCH", "1700000000"))
+        assert "nothing has changed since this package was built and tested" in done.stdout
+        assert "[3.5, 6.5]" in done.stdout
+
+    def test_installed_with_a_solver(self, made):
+        """What the README's conda install asks for, solved from dist/conda and the channel."""
+        import asyncio
+
+        channels = [(ROOT / "dist" / "conda").as_uri(), CHANNEL.as_uri()]
+        records = asyncio.run(package.solve(channels, ["extension_cpp", "python"]))
+        names = {record.name.normalized for record in records}
+        assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names
+
+
+def run_paths(library: Path) -> list[str]:
+    with library.open("rb") as stream:
+        tags = list(ELFFile(stream).get_section_by_name(".dynamic").iter_tags())
+    paths = [tag.rpath for tag in tags if tag.entry.d_tag == "DT_RPATH"]
+    paths += [tag.runpath for tag in tags if tag.entry.d_tag == "DT_RUNPATH"]
+    return [path for joined in paths for path in joined.split(":")]
+
+
+def unpack(file: Path, folder: Path) -> list[Path]:
+    import asyncio
+
+    from rattler.package_streaming import extract
+
+    result = extract(file, folder / "unpacked")
+    if asyncio.iscoroutine(result):
+        asyncio.run(result)
+    return [path for path in (folder / "unpacked").rglob("*") if path.is_file()]
+
+
+def ensure(channel: Path) -> list[str]:
+    said: list[str] = []
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    build.LocalChannel(channel, said.append, said.append).ensure()
+    return said
+
+
+class TestLocalChannel:
+    def test_goes_on_where_it_stopped(self, channel):
+        """An interrupted run leaves no half package; the next makes what is lacking and nothing else."""
+        (gone,) = (channel / "noarch").glob("iniconfig-*.conda")
+        gone.unlink()
+        (channel / ".work-of-a-run-that-was-killed").mkdir()
+        before = {path: path.stat().st_mtime_ns for path in channel.glob("*/*.conda")}
+        assert ensure(channel) == ["wheels", "iniconfig", "index"]
+        assert gone.exists() and {path: path.stat().st_mtime_ns for path in before} == before
+        assert ensure(channel) == []
+
+    def test_damaged_package(self, channel):
+        (victim,) = (channel / "noarch").glob("pluggy-*.conda")
+        content = victim.read_bytes()
+        victim.unlink()
+        victim.write_bytes(content[: len(content) // 2])
+        assert f"{victim} is damaged; it is made again" in ensure(channel)
+        assert hashlib.sha256(victim.read_bytes()).hexdigest() in (channel / "noarch" / "repodata.json").read_text()
+
+    def test_two_runs_at_once(self, channel):
+        for pattern in ("iniconfig-*", "pluggy-*", "mdurl-*"):
+            next((channel / "noarch").glob(pattern)).unlink()
+        with get_context("spawn").Pool(2) as pool:
+            said = pool.map(ensure, [channel, channel])
+        assert sorted(map(len, said)) == [0, 5]  # One made them, the other found them.
+
+    def test_wrong_hash(self, channel, tmp_path, monkeypatch):
+        pins = build.WHEELS.read_text()
+        wrong = tmp_path / "wheels.txt"
+        wrong.write_text(re.sub(r"(iniconfig==\S+ --hash=sha256:)\w{8}", r"\g<1>00000000", pins))
+        monkeypatch.setattr(build, "WHEELS", wrong)
+        next((channel / "noarch").glob("iniconfig-*")).unlink()
+        with pytest.raises(build.ChannelError, match=r"(?s)run it again to go on.*DO NOT MATCH THE HASHES"):
+            ensure(channel)
+
+    def test_no_network(self, channel, monkeypatch):
+        next((channel / "noarch").glob("iniconfig-*")).unlink()
+        next((channel / ".wheels").glob("iniconfig-*")).unlink()
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+        with pytest.raises(build.ChannelError, match=r"(?s)could not be had; run it again to go on.*iniconfig"):
+            ensure(channel)
+
+    def test_full_disk(self, channel, monkeypatch):
+        next((channel / "noarch").glob("iniconfig-*")).unlink()
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(build.os, "replace", full)
+        with pytest.raises(build.ChannelError, match=r"could not be written: .*No space left on device"):
+            ensure(channel)
+
+    def test_wrong_machine(self, monkeypatch):
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        with pytest.raises(build.ChannelError, match=r"no-such-compiler is not on PATH\. Install g"):
+            build.check_machine()
+        monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+        with pytest.raises(build.ChannelError, match="use CHANNEL=conda-forge"):
+            build.check_machine()
+        monkeypatch.undo()
+        monkeypatch.setattr(build, "PYTHON", "3.9")
+        with pytest.raises(build.ChannelError, match=r"wheels are for Python 3.9, and this is .*: PYTHON=python3.9"):
+            build.check_machine()
+
+
+class TestBadInput:
+    def test_unknown_variant(self):
+        done = make(VARIANT="rocm")
+        assert done.returncode == 1 and "error: VARIANT must be cpu, got 'rocm'" in done.stdout
+
+    def test_no_channel(self):
+        done = make(CHANNEL="/nowhere")
+        assert (
+            done.returncode == 1
+            and "CHANNEL=/nowhere is no conda channel: it has no noarch/repodata.json" in done.stdout
+        )
+
+    def test_channel_without_pytorch(self, channel, tmp_path):
+        next((channel / "linux-64").glob("pytorch-*")).unlink()
+        index(channel)
+        done = make(CHANNEL=str(channel), DIST=str(tmp_path / "dist"))
+        assert done.returncode == 1 and "error: the build failed" in done.stdout
+        assert re.search(r"No candidates were found for pytorch", done.stdout), done.stdout
+
+    def test_unreadable_recipe_and_uncommitted_changes(self, made, tmp_path):
+        checkout = clone(tmp_path)
+        (checkout / "recipe" / "recipe.yaml").write_text("package: [extension_cpp\n")
+        done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
+        assert "note: 1 uncommitted change will be in the package: recipe/recipe.yaml" in done.stdout
+        assert done.returncode == 1 and "error: recipe/recipe.yaml can't be read" in done.stdout
+
+    def test_compiler_error(self, made, tmp_path):
+        checkout = clone(tmp_path)
+        (checkout / "csrc" / "broken.cpp").write_text("int broken = ;\n")
+        done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
+        assert done.returncode == 1 and "broken.cpp:1:14: error" in done.stdout
+
+    def test_failed_tests_keep_a_package_out_of_the_channel(self, made, tmp_path):
+        checkout, dist = clone(tmp_path), tmp_path / "dist"
+        (checkout / "tests" / "smoke.py").write_text("raise SystemExit('this package is no good')\n")
+        done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(dist))
+        assert done.returncode == 1 and "this package is no good" in done.stdout
+        assert "the package's tests failed; it is in" in done.stdout
+        assert list((dist / "failed").glob("*.conda")) and not list((dist / "conda").rglob("*.conda"))
+        assert not (dist / "env").exists()
+
+
+def clone(folder: Path) -> Path:
+    """The committed state and, over it, what this checkout has changed, committed too."""
+    checkout = folder / "checkout"
+    subprocess.run(["git", "clone", "-q", ROOT, checkout], check=True)
+    for path in package.source_files():
+        target = checkout / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    git = ["git", "-C", checkout, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "as it is"], check=True)
+    return checkout
+
+
+class TestEnvironment:
+    def test_solves_against_the_local_channel(self, made):
+        import asyncio
+
+        have, lack = env.available(env.specs(cuda=True), CHANNEL)
+        assert {spec.split(" ")[0] for spec in have} >= {
+            "python",
+            "pytorch",
+            "numpy",
+            "setuptools",
+            "ninja",
+            "gxx_linux-64",
+        }
+        assert {spec.split(" ")[0] for spec in lack} >= {"conda-build", "rattler-build", "cuda-toolkit"}
+        assert len(asyncio.run(package.solve([CHANNEL.as_uri()], have))) > 30
+
+    def test_cuda_is_one_option(self):
+        with_cuda, without = env.specs(cuda=True), env.specs(cuda=False)
+        assert set(with_cuda) - set(without) == {"cuda-toolkit >=12.8,<14"}
+        assert "grep -v '# CUDA' environment.yml" in (ROOT / "environment.yml").read_text()
+
+    def test_pins_agree_with_the_recipe(self):
+        recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text().replace("${{ python_min }}", "3.10"))
+        needs = recipe["requirements"]
+        plain = [
+            spec
+            for part in ("build", "host", "run")
+            for spec in needs[part]
+            if isinstance(spec, str) and "$" not in spec
+        ]
+        wanted = {spec.split(" ")[0]: spec for spec in env.specs(cuda=True)}
+        for name in ("setuptools", "ninja", "pip"):
+            assert wanted[name] in plain
+        assert wanted["pytorch"] in needs["run"]
+
+    def test_tools_agree(self):
+        """The engine's versions are pinned once; what environment.yml installs by pip is named there too."""
+        environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+        (by_pip,) = (spec["pip"] for spec in environment["dependencies"] if isinstance(spec, dict))
+        pyproject = (ROOT / "pyproject.toml").read_text()
+        assert all(f'"{name}' in pyproject for name in by_pip)
