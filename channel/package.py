@@ -22,6 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,11 +147,12 @@ def set_source_date() -> None:
         )
 
 
-def render(variant: str) -> rattler_build.RenderedVariant:
-    """The recipe for a variant; the pins stand in for conda-forge's global pinning."""
-    config = rattler_build.VariantConfig.from_file(RECIPE / "variants.yaml")
-    config = config.merge(rattler_build.VariantConfig(pins()))
-    config = config.merge(rattler_build.VariantConfig({"cuda_compiler_version": [VARIANTS[variant]]}))
+def render(variant: str, local: bool) -> rattler_build.RenderedVariant:
+    """The recipe for a variant; for the local channel with its pins, which stand in for conda-forge's global ones."""
+    here = rattler_build.JinjaConfig(platform=rattler_build.PlatformConfig(target_platform=SUBDIR))
+    config = rattler_build.VariantConfig.from_file_with_context(RECIPE / "variants.yaml", here)
+    chosen = {"cuda_compiler_version": [VARIANTS[variant]], **(pins() if local else {})}
+    config = config.merge(rattler_build.VariantConfig(chosen))
     try:
         (rendered,) = rattler_build.Stage0Recipe.from_file(RECIPE / "recipe.yaml").render(config)
     except rattler_build.RattlerBuildError as error:
@@ -181,6 +183,8 @@ def make_reproducible(package: Path, epoch: int) -> None:
         fields = json.loads(content)
         if "timestamp" in fields:
             fields["timestamp"] = epoch * 1000
+        if "depends" in fields:
+            fields["depends"].sort()  # What run_exports add comes in any order.
         if "channels" in fields:
             fields["channels"] = ["conda-forge" if url.startswith("file:") else url for url in fields["channels"]]
         return json.dumps(fields, indent=2, sort_keys=True).encode()
@@ -196,7 +200,11 @@ def make_reproducible(package: Path, epoch: int) -> None:
             for member, content in sorted(entries, key=lambda entry: entry[0].name):
                 member.mtime, member.size = epoch, len(content or b"")
                 target.addfile(member, None if content is None else io.BytesIO(content))
-        os.replace(Path(folder, package.name), package)
+        final = Path(folder, "final.conda")
+        with zipfile.ZipFile(Path(folder, package.name)) as written, zipfile.ZipFile(final, "w") as target:
+            for name in written.namelist():
+                target.writestr(zipfile.ZipInfo(name, time.gmtime(epoch)[:6]), written.read(name))
+        os.replace(final, package)
 
 
 def test(package: Path, url: str, log: Log) -> str:
@@ -220,8 +228,11 @@ def test(package: Path, url: str, log: Log) -> str:
 
 def excerpt(log: Log) -> str:
     """What of a log tells why: lines with an error, then the end."""
-    errors = [line for line in log.lines[:-15] if re.search(r"\berror\b|^E  ", line, re.IGNORECASE)]
-    return "\n".join([*errors[:15], *log.lines[-15:], f"The whole log is in {relative(Path(log.file.name))}"])
+    lines = (
+        "\n".join(log.lines).split("Script failed with status")[0].splitlines()
+    )  # The engine's own advice comes after.
+    errors = [line for line in lines[:-15] if re.search(r"\berror\b|^E  ", line, re.IGNORECASE)]
+    return "\n".join([*errors[:15], *lines[-15:], f"The whole log is in {relative(Path(log.file.name))}"])
 
 
 async def unsolvable(rendered: rattler_build.RenderedVariant, url: str) -> str:
@@ -275,7 +286,7 @@ def make(variant: str, dist: Path) -> None:
     state = json.loads(state_file.read_text()) if state_file.exists() else {}
     package = target / SUBDIR / state.get("package", "none")
     if state.get("fingerprint") != mark or not package.exists() or not (prefix / "conda-meta").exists():
-        rendered = render(variant)
+        rendered = render(variant, local=url.startswith("file:"))
         work = dist / "work"
         shutil.rmtree(work, ignore_errors=True)
         with steps("build") as status:

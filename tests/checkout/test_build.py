@@ -127,6 +127,23 @@ def test_cuda_architectures_and_wheels(checkout):
     assert "_C_cuda.so" in names[cuda] and "_C_cuda.so" not in names[cpu] and "_C.abi3.so" in names[cpu]
 
 
+def test_pip_install_and_build(checkout, tmp_path):
+    """With an environment of their own for the build, as pip and build make it, and without."""
+    constraint = tmp_path / "constraint.txt"
+    constraint.write_text(f"torch=={torch.__version__}\n")
+    variables = {**os.environ, "USE_CUDA": "0", "PIP_CONSTRAINT": str(constraint)}
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, checkout]
+    done = subprocess.run(pip, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (target / "extension_cpp" / "_C.abi3.so").exists()
+    wheel = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "wheel", checkout]
+    done = subprocess.run(wheel, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (tmp_path / "wheel").iterdir()
+    assert "-cp310-abi3-" in file.name
+
+
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 class TestLibraries:
     def test_torch_abi(self, library):

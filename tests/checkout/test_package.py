@@ -30,14 +30,14 @@ CHANNEL = ROOT / "dist" / "channel"
 def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     command = command or (sys.executable, "-m", "channel.package")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**os.environ, "PATH": path, "CHANNEL": "local", "SOURCE_DATE_EPOCH": "1700000000", **variables}
+    variables = {**os.environ, "PATH": path, "CHANNEL": "local", **variables}
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="session")
 def made() -> Path:
     """The package of this checkout, as `make package` makes it; there already if that ran before."""
-    done = make(**({"SOURCE_DATE_EPOCH": os.environ["SOURCE_DATE_EPOCH"]} if "SOURCE_DATE_EPOCH" in os.environ else {}))
+    done = make()
     assert done.returncode == 0, done.stdout + done.stderr
     return ROOT / "dist" / "conda" / "linux-64" / json.loads((ROOT / "dist" / "state.json").read_text())["package"]
 
@@ -60,45 +60,36 @@ def index(channel: Path) -> None:
 
 
 class TestRecipe:
-    EXPECTED: ClassVar = {
-        "linux-64": ("gxx_linux-64 12.*", "sysroot_linux-64 2.36.*"),
-        "linux-aarch64": ("gxx_linux-aarch64 12.*", "sysroot_linux-aarch64 2.36.*"),
-        "osx-arm64": ("clangxx_osx-arm64 19.*", "macosx_deployment_target_osx-arm64 11.0.*"),
-        "win-64": ("vs2022_win-64", None),
-    }
-    PINS: ClassVar = {
-        "linux": {
-            "cxx_compiler": "gxx",
-            "cxx_compiler_version": "12",
-            "c_stdlib": "sysroot",
-            "c_stdlib_version": "2.36",
-        },
-        "osx": {
-            "cxx_compiler": "clangxx",
-            "cxx_compiler_version": "19",
-            "c_stdlib": "macosx_deployment_target",
-            "c_stdlib_version": "11.0",
-        },
-        "win": {"cxx_compiler": "vs2022", "c_stdlib": "vs"},
+    # Compiler, C library, and how conda-forge's global pinning names the compiler.
+    PLATFORMS: ClassVar = {
+        "linux-64": ("gxx_linux-64", "sysroot_linux-64 2.28.*", "gxx"),
+        "linux-aarch64": ("gxx_linux-aarch64", "sysroot_linux-aarch64 2.28.*", "gxx"),
+        "osx-arm64": ("clangxx_osx-arm64", "macosx_deployment_target_osx-arm64 11.0.*", "clangxx"),
+        "win-64": ("vs2022_win-64", "vs_win-64", "vs2022"),
     }
 
-    @pytest.mark.parametrize("platform", EXPECTED)
-    def test_render(self, platform):
-        """Requirements and build string on each platform; no CUDA but where a variant asks for it."""
-        pins = {key: [value] for key, value in {"python_min": "3.10", **self.PINS[platform.split("-")[0]]}.items()}
-        config = rattler_build.VariantConfig.from_file(ROOT / "recipe" / "variants.yaml")
-        config = config.merge(rattler_build.VariantConfig(pins))
-        target = rattler_build.RenderConfig(platform=rattler_build.PlatformConfig(target_platform=platform))
-        (rendered,) = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml").render(config, target)
+    @pytest.mark.parametrize("platform", PLATFORMS)
+    @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "with conda-forge's compilers"])
+    def test_render(self, platform, pinned):
+        """Requirements and build string on each platform, with nothing but the recipe's folder, and no CUDA unasked."""
+        compiler, stdlib, name = self.PLATFORMS[platform]
+        target = rattler_build.PlatformConfig(target_platform=platform)
+        here = rattler_build.JinjaConfig(platform=target)
+        config = rattler_build.VariantConfig.from_file_with_context(ROOT / "recipe" / "variants.yaml", here)
+        if pinned:
+            pins = {"cxx_compiler": [name], "cxx_compiler_version": ["14"]}
+            config = config.merge(rattler_build.VariantConfig(pins))
+        recipe = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml")
+        (rendered,) = recipe.render(config, rattler_build.RenderConfig(platform=target))
         recipe = rendered.recipe.to_dict()
         needs = recipe["requirements"]
-        compiler, stdlib = self.EXPECTED[platform]
-        assert needs["build"] == [*(spec for spec in (compiler, stdlib) if spec), "ninja"] or stdlib is None
-        assert compiler in needs["build"] and "ninja" in needs["build"]
-        assert needs["host"][:2] == ["python", "python-abi3 3.10.*"] and needs["host"][-1] == "pytorch * cpu*"
+        assert needs["build"] == [f"{compiler} 14.*" if pinned else compiler, stdlib, "ninja"]
+        assert needs["host"] == [
+            *("python", "python-abi3 3.10.*", "pip", "setuptools >=77"),
+            *("pytorch >=2.10", "pytorch * cpu*"),
+        ]
         assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", "pytorch * cpu*"]
         assert needs["ignore_run_exports"] == {"from_package": ["pytorch", "libtorch"]}
-        assert not [spec for spec in needs["build"] + needs["host"] + needs["run"] if "cuda" in spec]
         assert re.fullmatch(r"cpu_h[0-9a-f]{7}_0", recipe["build"]["string"]) and recipe["build"]["number"] == 0
 
     def test_folder_holds_nothing_else(self):
@@ -107,7 +98,8 @@ class TestRecipe:
 
     def test_variants_are_lists_of_strings(self):
         for values in yaml.safe_load((ROOT / "recipe" / "variants.yaml").read_text()).values():
-            assert isinstance(values, list) and all(isinstance(value, str) for value in values)
+            plain = [value["then"] if isinstance(value, dict) else value for value in values]
+            assert all(isinstance(value, str) for value in plain)
 
     def test_version_agrees(self):
         text = (ROOT / "recipe" / "recipe.yaml").read_text()
@@ -143,23 +135,37 @@ class TestPackage:
         digests = set()
         for name in ("first", "second"):
             log = package.Log(tmp_path / f"{name}.log", type("Quiet", (), {"update": lambda self, text: None})())
-            made_again = package.build(package.render("cpu"), CHANNEL.as_uri(), tmp_path / name, log)
+            made_again = package.build(package.render("cpu", local=True), CHANNEL.as_uri(), tmp_path / name, log)
             digests.add(hashlib.sha256(made_again.read_bytes()).hexdigest())
         assert len(digests) == 1
 
     def test_again_does_nothing(self, made):
-        done = make(SOURCE_DATE_EPOCH=os.environ.get("SOURCE_DATE_EPOCH", "1700000000"))
+        done = make()
         assert "nothing has changed since this package was built and tested" in done.stdout
         assert "[3.5, 6.5]" in done.stdout
 
-    def test_installed_with_a_solver(self, made):
-        """What the README's conda install asks for, solved from dist/conda and the channel."""
+    def test_install_commands_of_the_readme(self, made, tmp_path):
+        """Channels and specs as each line names them, solved by the engine of pixi, the local channel for conda-forge."""
         import asyncio
 
-        channels = [(ROOT / "dist" / "conda").as_uri(), CHANNEL.as_uri()]
-        records = asyncio.run(package.solve(channels, ["extension_cpp", "python"]))
-        names = {record.name.normalized for record in records}
-        assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names
+        lines = re.findall(r"`(?:conda|mamba) install (.*?)`|`pixi init (.*?) my_project.* pixi add (\w+)`", readme())
+        commands = [f"{install}{channels} {spec}".strip() for install, channels, spec in lines]
+        assert len(commands) == 3
+        for command in commands:
+            channels = [name.replace("$PWD", str(ROOT)) for name in re.findall(r"-c (\S+)", command)]
+            channels = [CHANNEL.as_uri() if name == "conda-forge" else name for name in channels]
+            records = asyncio.run(package.solve(channels, [command.split()[-1]]))
+            names = {record.name.normalized for record in records}
+            assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names
+
+    def test_build_commands_of_the_readme(self):
+        """They name the recipe and conda-forge and nothing else, which test_render and test_reproducible build from."""
+        assert "\nconda build recipe/ -c conda-forge\n" in readme()
+        assert "\nrattler-build build -r recipe/recipe.yaml -c conda-forge\n" in readme()
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
 
 
 def run_paths(library: Path) -> list[str]:
