@@ -127,12 +127,48 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
   }
 }
 
+// Where an operand lies across the rows, as a transposed one does, a row touches a cache line for each of its elements
+// and the next row the same lines again. Cutting rows into pieces, and going down a column of pieces, finds them in the
+// cache, unless they lie so many bytes apart that they push each other out of its few sets.
+template <class T, int N>
+Loop<N> cut_rows(const Loop<N>& loop) {
+  constexpr int64_t kLeast = 16, kMost = 128, kSets = 16'384;
+  int down = 0;
+  for (int k = 0; k < N && down == 0; ++k) {
+    const int64_t apart = loop.strides[k][0] * static_cast<int64_t>(sizeof(T));
+    if (loop.strides[k][0] <= 1 || apart % kSets == 0) continue;
+    for (int d = 1; d < loop.ndim; ++d) {
+      if (loop.strides[k][d] == 1) down = d;
+    }
+  }
+  int64_t piece = std::min(kMost, loop.sizes[0] / 2);
+  while (piece >= kLeast && loop.sizes[0] % piece != 0) --piece;
+  if (down == 0 || piece < kLeast || loop.ndim == kMaxDims) return loop;
+  Loop<N> cut;
+  cut.numel = loop.numel;
+  auto add = [&](int d, int64_t size, int64_t step) {
+    cut.sizes[cut.ndim] = size;
+    for (int k = 0; k < N; ++k) cut.strides[k][cut.ndim] = loop.strides[k][d] * step;
+    ++cut.ndim;
+  };
+  add(0, piece, 1);
+  add(down, loop.sizes[down], 1);
+  add(0, loop.sizes[0] / piece, piece);
+  for (int d = 1; d < loop.ndim; ++d) {
+    if (d != down) add(d, loop.sizes[d], 1);
+  }
+  return cut;
+}
+
 template <size_t kOut, size_t kIn, class T, class Op>
 void run(const Loop<kOut + kIn>& loop, const Pointers<T, kOut + kIn>& data, const Op& op) {
   constexpr int64_t kGrain = 32'768;  // PyTorch's own grain for elementwise loops.
-  auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(loop, data, begin, end, op); };
-  if (loop.numel <= kGrain) return body(0, loop.numel);
-  torch::stable::parallel_for(0, loop.numel, kGrain, body);
+  if (loop.numel <= kGrain) return rows<kOut, kIn>(loop, data, 0, loop.numel, op);
+  auto parallel = [&](const Loop<kOut + kIn>& order) {
+    auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(order, data, begin, end, op); };
+    torch::stable::parallel_for(0, order.numel, kGrain, body);
+  };
+  loop.is_linear() ? parallel(loop) : parallel(cut_rows<T>(loop));
 }
 
 }  // namespace detail

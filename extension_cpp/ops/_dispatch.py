@@ -1,8 +1,5 @@
-"""How a call finds its kernel: past autograd where nothing needs it, to the reference where there is no kernel."""
+"""How a call from Python finds its kernel: past autograd where nothing needs it."""
 
-import warnings
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -10,8 +7,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
-
-import extension_cpp
 
 try:
     from torch._C import (
@@ -61,25 +56,3 @@ else:
                 or forward_ad._current_level >= 0
             )
         )
-
-
-def register_reference(name: str, reference: Callable) -> None:
-    """Let `reference` serve an operator's overload on every device type for which no native kernel was loaded."""
-
-    @wraps(reference)
-    def fallback(*args: Any) -> Any:
-        _warn_once(name.split("::")[1].split(".")[0], next(a.device.type for a in args if isinstance(a, Tensor)))
-        return reference(*args)
-
-    torch.library.impl(name, "default", fallback)
-
-
-_warned: set[tuple[str, str]] = set()
-
-
-def _warn_once(op: str, device_type: str) -> None:
-    if (op, device_type) in _warned:
-        return
-    _warned.add((op, device_type))
-    reason = extension_cpp.load_errors.get(f"_C_{device_type}", "extension_cpp has no kernel for this device type")
-    warnings.warn(f"{op}: runs its slower PyTorch reference on {device_type}: {reason}", stacklevel=4)

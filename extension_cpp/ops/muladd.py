@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from extension_cpp.ops import _check
-from extension_cpp.ops._dispatch import call_handle, is_eager, is_plain, register_reference
+from extension_cpp.ops._dispatch import call_handle, is_eager, is_plain
+from extension_cpp.ops._register import batch_first, register_mutation, register_reference
 
 __all__ = ["myadd_out", "mymul", "mymuladd"]
 
@@ -226,39 +227,17 @@ class _MulAdd(_Mul):
 # vmap: the batch becomes the first dimension of an ordinary broadcasting call.
 
 
-def _batch_first(in_dims, *tensors: Tensor) -> list[Tensor]:
-    first = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims)]
-    dims = max(t.dim() - (d is not None) for t, d in zip(first, in_dims))
-    return [
-        t if d is None else t.reshape(t.shape[0], *(1,) * (dims + 1 - t.dim()), *t.shape[1:])
-        for t, d in zip(first, in_dims)
-    ]
-
-
 def _mymuladd_vmap(info, in_dims, a: Tensor, b: Tensor, c: float):
-    return _mymuladd(*_batch_first(in_dims[:2], a, b), c), 0
+    return _mymuladd(*batch_first(in_dims[:2], a, b), c), 0
 
 
 def _mymul_vmap(info, in_dims, a: Tensor, b: Tensor):
-    return _mymul(*_batch_first(in_dims, a, b)), 0
+    return _mymul(*batch_first(in_dims, a, b)), 0
 
 
 def _mymul_backward_vmap(info, in_dims, grad: Tensor, a: Tensor, b: Tensor):
-    grad, a, b = torch.broadcast_tensors(*_batch_first(in_dims, grad, a, b))
+    grad, a, b = torch.broadcast_tensors(*batch_first(in_dims, grad, a, b))
     return _mymul_backward(grad, a, b), (0, 0)
-
-
-# A kernel that writes into an argument must tell autograd so, or a gradient that needs the old values is silently wrong.
-
-
-def _myadd_out_in_place(keyset, a: Tensor, b: Tensor, out: Tensor) -> None:
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        _myadd_out.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, a, b, out)
-    torch.autograd.graph.increment_version(out)
-
-
-_library = torch.library.Library("extension_cpp", "IMPL")
-_library.impl("myadd_out", _myadd_out_in_place, "ADInplaceOrView", with_keyset=True)
 
 
 def _checked(check, op: str, reference):
@@ -288,3 +267,4 @@ torch.library.register_autograd(
     "extension_cpp::mymul_backward", _backward_of_backward, setup_context=_setup_context_backward
 )
 torch.library.register_vmap("extension_cpp::mymul_backward", _mymul_backward_vmap)
+register_mutation(_myadd_out, argument=2)
