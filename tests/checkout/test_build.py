@@ -127,6 +127,36 @@ def test_cuda_architectures_and_wheels(checkout):
     assert "_C_cuda.so" in names[cuda] and "_C_cuda.so" not in names[cpu] and "_C.abi3.so" in names[cpu]
 
 
+def test_address_sanitizer(checkout, tmp_path):
+    """No kernel reads or writes outside of what was allocated, its own outputs included, which no test can guard."""
+    done = build(checkout, USE_CUDA="0", CXXFLAGS="-fsanitize=address -g1 -O1", LDFLAGS="-fsanitize=address")
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("checkout", "__pycache__"))
+    # The instrumented copy, not the one that is installed.
+    run = f"""
+import sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+sys.path.insert(0, {str(checkout)!r})
+import extension_cpp, pytest
+assert extension_cpp.__file__.startswith({str(checkout)!r})
+selected = "cpu and (parity or layouts or touched or half_values or torch_mul or torch_add or many_dimensions)"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/test_muladd.py", "-k", selected]))
+"""
+    compiler = os.environ.get("CXX", "c++")
+    found = [
+        subprocess.check_output([compiler, f"-print-file-name={name}.so"], text=True)
+        for name in ("libasan", "libstdc++")
+    ]
+    variables = {
+        "LD_PRELOAD": " ".join(map(str.strip, found)),
+        "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and re.search(r"\d{2,} passed", done.stdout), (done.stdout + done.stderr)[-4000:]
+
+
 def test_pip_install_and_build(checkout, tmp_path):
     """With an environment of their own for the build, as pip and build make it, and without."""
     constraint = tmp_path / "constraint.txt"
