@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 try:
@@ -31,12 +31,14 @@ else:
     def is_eager(*tensors: Tensor) -> bool:
         """Whether a call on `tensors` is one in which no transform, mode, subclass or compiler takes part.
 
+        Of a compiler, Dynamo is asked; the later stages work under a dispatch mode.
+
         The autograd formula that torch.library registers is entered through Python on every call, for some 2.7 µs where
         no gradient is needed and 10 where one is: more than the operator itself takes on small tensors. An eager call
         goes past it: to a torch.autograd.Function, or, where it `is_plain`, to the overload without a formula.
         """
         return all(type(t) is Tensor or type(t) is Parameter for t in tensors) and not (
-            is_compiling()
+            is_dynamo_compiling()
             or _are_functorch_transforms_active()
             or _len_torch_dispatch_stack()
             or _len_torch_function_stack()
@@ -49,7 +51,7 @@ else:
             and type(b) is Tensor
             and not (
                 ((a.requires_grad or b.requires_grad) and torch.is_grad_enabled())
-                or is_compiling()
+                or is_dynamo_compiling()
                 or _are_functorch_transforms_active()
                 or _len_torch_dispatch_stack()
                 or _len_torch_function_stack()
