@@ -21,15 +21,6 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-template <class T>
-struct Compute {
-  using type = float;
-};
-template <>
-struct Compute<double> {
-  using type = double;
-};
-
 namespace detail {
 
 // condition ? x : y on bits; a ternary on computed floats would become a branch.

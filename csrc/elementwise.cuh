@@ -13,15 +13,6 @@
 
 namespace extension_cpp {
 
-template <class T>
-struct Compute {
-  using type = float;
-};
-template <>
-struct Compute<double> {
-  using type = double;
-};
-
 template <class F>
 void dispatch_floating_cuda(int32_t dtype, F f) {
   if (dtype == dtypes::kFloat32) return f(float{});

@@ -16,6 +16,16 @@ namespace extension_cpp {
 
 constexpr int kMaxDims = 64;
 
+// What an operator computes in.
+template <class T>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+
 // N operands, outputs first. Dimension 0 varies fastest; strides count elements; a broadcast dimension has stride 0.
 template <int N>
 struct Loop {
