@@ -247,7 +247,7 @@ class LocalChannel:
             return
         base = Path(sys.base_prefix)
         tree = work / "python"
-        skipped = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "__pycache__", "*.a", "ensurepip")
+        skipped = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "__pycache__", "*.a")
         library = Path("lib") / f"python{PYTHON}"
         shutil.copytree(base / library, tree / library, symlinks=True, ignore=skipped)
         shutil.copytree(base / "include" / f"python{PYTHON}", tree / "include" / f"python{PYTHON}")
