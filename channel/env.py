@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from pathlib import Path
 
 import yaml
 from rattler import MatchSpec
 
 from channel.build import SUBDIR, ChannelError, conda_name
-from channel.package import ROOT, choose_channel, console, install, relative
+from channel.package import ROOT, choose_channel, console, install, leave, relative
 
 # conda-forge's metapackages, and what the local channel has in their place.
 STAND_INS = {"cxx-compiler": "gxx_linux-64"}
@@ -61,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import rattler
 import rattler_build
@@ -338,5 +339,12 @@ def main() -> int:
     return 0
 
 
+def leave(code: int) -> NoReturn:
+    """End without Python's own clean-up: py-rattler's threads are still there then, and one run in ten or so crashes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
