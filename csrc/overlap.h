@@ -110,6 +110,7 @@ inline bool partially_overlap(const View& x, const View& y) {
   auto equal = [](const detail::Term& p, const detail::Term& q) { return p.stride == q.stride && p.high == q.high; };
   if (bytes == 0 && std::equal(terms.begin(), terms.end(), others.begin(), others.end(), equal)) return false;
   for (const auto& t : others) terms.push_back({t.stride, -t.high, 0});
+  std::erase_if(terms, [](const auto& t) { return t.stride == 0; });  // Broadcast: it moves no address.
   return detail::reaches(std::move(terms), bytes / size);
 }
 

@@ -125,6 +125,7 @@ def out_errors(device: str):
     base = torch.arange(10.0, device=device)
     yield (base[:6], base[4:], base[2:8]), f"myadd_out: out must be a {partial}"
     yield (base[4:].clone(), base[2:8], base[1:7]), f"myadd_out: out must be b {partial}"
+    yield (base[1:2].expand(4), base[4:8].clone(), base[:4]), f"myadd_out: out must be a {partial}"
     square = torch.ones(4, 4, device=device)
     yield (square.t(), square.clone(), square), f"myadd_out: out must be a {partial}"
     grad = "must not require a gradient, as writing into out has none; got one that does"
@@ -165,6 +166,9 @@ class TestMyAddOut(Contract):
         expected = (right + right).clone()
         extension_cpp.myadd_out(right, right, left)
         assert torch.equal(left, expected)
+        expected = base[4:, 7:].expand(1, 4) + b[:1]
+        extension_cpp.myadd_out(base[4:, 7:].expand(1, 4), b[:1], base[4:, :4])  # Broadcast, beside what is written.
+        assert torch.equal(base[4:, :4], expected)
         expected = (even + b).clone()
         extension_cpp.myadd_out(even, b, odd)
         assert torch.equal(odd, expected)
