@@ -19,8 +19,8 @@ def is_quick(item: pytest.Item) -> bool:
     return (
         params.get("dtype", torch.float32) in (torch.float32, torch.bfloat16)
         and params.get("dynamic", True)
-        and params.get("level", "baseline") == "baseline"
-        and params.get("damage", "missing") in ("missing", "truncated")
+        and "level" not in params
+        and params.get("damage", "missing") == "missing"
         and item.get_closest_marker("large") is None
         and item.path.name
         not in ("test_contract.py", "test_tutorial.py")  # One tests the tests; smoke.py is like the other.
