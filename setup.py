@@ -45,10 +45,11 @@ def find_nvcc():
     return nvcc, f"nvcc is {nvcc}" if nvcc else "no nvcc on PATH; USE_CUDA=1 makes that an error"
 
 
-def gencode_flags():
-    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST."""
-    flags = []
-    for arch in re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES):
+def architecture_flags():
+    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST, and the list itself for the library to tell."""
+    architectures = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES)
+    flags = [f"-DEXTENSION_CPP_ARCHITECTURES={'/'.join(architectures)}"]
+    for arch in architectures:
         match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", arch)
         if not match:
             sys.exit(f'extension_cpp: TORCH_CUDA_ARCH_LIST must be like "8.0;9.0+PTX", got {arch!r} in it')
@@ -96,8 +97,10 @@ class NinjaBuild(build_ext):
             "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(torch)} {env['LDFLAGS']}",
         }
         if self.nvcc:
-            nvcc = [self.nvcc, "-ccbin", cxx[0]]
-            device = [*gencode_flags(), "--threads=2", "-DUSE_CUDA", "-G" if DEBUG else "--compress-mode=size"]
+            # conda-forge's nvcc brings its own host compiler in these flags.
+            given = "-ccbin" in os.environ.get("NVCC_PREPEND_FLAGS", "")
+            nvcc = [self.nvcc, *([] if given else ["-ccbin", cxx[0]])]
+            device = [*architecture_flags(), "--threads=2", "-DUSE_CUDA", "-G" if DEBUG else "--compress-mode=size"]
             wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
             linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
             rules["nvcc"] = f"{shlex.join([*nvcc, *common, *device, *wrapped])} {output}"

@@ -20,9 +20,11 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import rattler
 import rattler_build
+import yaml
 from filelock import FileLock
 from packaging.metadata import Metadata
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -31,7 +33,36 @@ HERE = Path(__file__).parent
 WHEELS = HERE / "wheels.txt"
 SUBDIR = "linux-64"
 PYTHON = "3.11"
-CONDA_NAMES = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
+CUDA = "13.0"
+CONDA_NAMES = {
+    "torch": "pytorch",
+    "typing-extensions": "typing_extensions",
+    # PyPI's is a list of extras; conda-forge has the whole toolkit under that name.
+    "cuda-toolkit": "cuda-toolkit-extras",
+    "nvidia-cublas": "libcublas",
+    "nvidia-cuda-cccl": "cuda-cccl_linux-64",
+    "nvidia-cuda-crt": "cuda-crt-dev_linux-64",
+    "nvidia-cuda-cuobjdump": "cuda-cuobjdump",
+    "nvidia-cuda-cupti": "cuda-cupti",
+    "nvidia-cuda-nvcc": "cuda-nvcc-tools",
+    "nvidia-cuda-nvrtc": "cuda-nvrtc",
+    "nvidia-cuda-runtime": "cuda-cudart",
+    "nvidia-cudnn-cu13": "libcudnn",
+    "nvidia-cufft": "libcufft",
+    "nvidia-cufile": "libcufile",
+    "nvidia-curand": "libcurand",
+    "nvidia-cusolver": "libcusolver",
+    "nvidia-cusparse": "libcusparse",
+    "nvidia-cusparselt-cu13": "cusparselt",
+    "nvidia-nccl-cu13": "nccl",
+    "nvidia-nvjitlink": "libnvjitlink",
+    "nvidia-nvshmem-cu13": "libnvshmem3",
+    "nvidia-nvtx": "cuda-nvtx",
+    "nvidia-nvvm": "cuda-nvvm-tools",
+}
+# Of these the compiler wants files in the environment's own folders; of the others Python looks them up.
+TOOLKIT = ("cuda-cccl_linux-64", "cuda-crt-dev_linux-64", "cuda-cuobjdump", "cuda-nvcc-tools", "cuda-nvvm-tools")
+TARGET = "targets/x86_64-linux"
 Report = Callable[[str], None]
 
 # A script that finds its interpreter beside itself, wherever the environment lies.
@@ -70,18 +101,35 @@ def check_machine() -> None:
             )
 
 
-def wheel_pins() -> list[tuple[str, str, str]]:
-    """Name, version and line of each pin in wheels.txt."""
+class Pin(NamedTuple):
+    """A line of wheels.txt."""
+
+    name: str
+    version: str
+    line: str
+
+    @property
+    def cuda(self) -> bool:
+        """Whether only the CUDA variant needs it."""
+        return self.line.endswith("# CUDA")
+
+    @property
+    def package(self) -> tuple[str, str]:
+        """Name and version of the conda package that it becomes."""
+        return conda_name(self.name), self.version.split("+")[0]
+
+
+def wheel_pins() -> list[Pin]:
     lines = [line for line in WHEELS.read_text().splitlines() if line and not line.startswith("#")]
-    return [(*line.split(" ")[0].split("==", 1), line) for line in lines]  # type: ignore[misc]
+    return [Pin(*line.split(" ")[0].split("==", 1), line) for line in lines]
 
 
-def download(folder: Path, wanted: list[tuple[str, str, str]], report: Report) -> list[Path]:
+def download(folder: Path, wanted: list[Pin], report: Report) -> list[Path]:
     """The wheels wanted, checked against their hashes; what is there already is not fetched again."""
     folder.mkdir(parents=True, exist_ok=True)
     report("wheels")
     listed = folder / "wanted.txt"
-    listed.write_text("".join(f"{line}\n" for _, _, line in wanted))
+    listed.write_text("".join(f"{pin.line}\n" for pin in wanted))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--require-hashes", "--dest", folder, "--find-links", folder, "-r", listed]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -90,7 +138,7 @@ def download(folder: Path, wanted: list[tuple[str, str, str]], report: Report) -
         raise ChannelError(
             f"the wheels that {WHEELS.name} lists could not be had; run it again to go on. pip says:\n{said}"
         )
-    keys = {(canonicalize_name(name), version) for name, version, _ in wanted}
+    keys = {(canonicalize_name(pin.name), pin.version) for pin in wanted}
     return sorted(path for path in folder.glob("*.whl") if wheel_key(path) in keys)
 
 
@@ -129,9 +177,26 @@ def unpack(wheel: Path, tree: Path, site_packages: str, scripts: str) -> Metadat
 
 def requirements(metadata: Metadata) -> Iterator[str]:
     """The wheel's requirements on this platform, as conda writes them."""
+    extra = ""
+    if metadata.name == "cuda-toolkit":  # What torch asks of it is what wheels.txt pins.
+        extra = "all"
+    pinned = {canonicalize_name(pin.name) for pin in wheel_pins() if pin.package[0] not in TOOLKIT}
     for requirement in metadata.requires_dist or ():
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield f"{conda_name(requirement.name)} {requirement.specifier}".strip()
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            if not extra or canonicalize_name(requirement.name) in pinned:
+                yield f"{conda_name(requirement.name)} {requirement.specifier}".strip()
+
+
+def lay_out_toolkit(tree: Path, site_packages: str) -> None:
+    """Move a wheel's part of the CUDA toolkit to where conda-forge's nvcc has it; leave nothing for Python."""
+    toolkit = tree / site_packages / "nvidia" / f"cu{CUDA.split('.')[0]}"
+    for folder, target in (("bin", "bin"), ("nvvm", "nvvm"), ("include", f"{TARGET}/include"), ("lib", f"{TARGET}/lib")):
+        if (toolkit / folder).exists():
+            (tree / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(toolkit / folder, tree / target)
+    for program in (path for part in ("bin", "nvvm/bin") for path in (tree / part).glob("*") if path.is_file()):
+        program.chmod(0o755)
+    shutil.rmtree(tree / "lib")
 
 
 class LocalChannel:
@@ -145,27 +210,31 @@ class LocalChannel:
     def url(self) -> str:
         return self.root.as_uri()
 
-    def ensure(self) -> None:
+    def ensure(self, cuda: bool = False) -> None:
+        """Make what is lacking; with `cuda`, what the CUDA variant needs too."""
         check_machine()
         self.root.mkdir(parents=True, exist_ok=True)
         with FileLock(self.root / ".lock"):
             try:
-                self.make()
+                self.make(cuda)
             except OSError as error:
                 raise ChannelError(f"{self.root} could not be written: {error}") from error
 
-    def make(self) -> None:
+    def make(self, cuda: bool) -> None:
         for subdir in (SUBDIR, "noarch"):
             (self.root / subdir).mkdir(exist_ok=True)
         self.drop_damaged()
-        lacking = [pin for pin in wheel_pins() if not self.has(conda_name(pin[0]), pin[1].split("+")[0])]
+        lacking = [pin for pin in wheel_pins() if (cuda or not pin.cuda) and not self.has(*pin.package)]
         wheels = download(self.root / ".wheels", lacking, self.report) if lacking else []
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".work-") as work:
             self.make_python(Path(work))
             self.make_abi_packages(Path(work))
             self.make_system(Path(work))
+            if cuda:
+                self.make_cuda(Path(work))
             for wheel in wheels:
                 self.make_wheel(wheel, Path(work))
+                wheel.unlink()
         if self.built or not (self.root / "noarch" / "repodata.json").exists():
             self.report("index")
             asyncio.run(rattler.index.index_fs(self.root, write_zst=False, write_shards=False))
@@ -177,15 +246,21 @@ class LocalChannel:
             records = json.loads(index.read_text())["packages.conda"] if index.exists() else {}
             for name, record in records.items():
                 path = self.root / subdir / name
-                if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+                if path.exists() and is_damaged(path, record, index.stat().st_mtime):
                     self.warn(f"{path} is damaged; it is made again")
                     path.unlink()
                     self.built += 1
 
-    def digest(self) -> str:
-        """Of all packages of the channel."""
-        indexes = [(self.root / subdir / "repodata.json").read_bytes() for subdir in (SUBDIR, "noarch")]
-        return hashlib.sha256(b"".join(indexes)).hexdigest()
+    def digest(self, cuda: bool) -> str:
+        """Of the packages that a variant is built from: those for CUDA don't change the CPU variant."""
+        names = ("cuda-", *("-".join(pin.package) for pin in wheel_pins() if pin.cuda))
+        digest = hashlib.sha256()
+        for subdir in (SUBDIR, "noarch"):
+            records = json.loads((self.root / subdir / "repodata.json").read_text())["packages.conda"]
+            for name, record in sorted(records.items()):
+                if cuda or not name.startswith(names):
+                    digest.update(f"{name} {record['sha256']}\n".encode())
+        return digest.hexdigest()
 
     def has(self, name: str, version: str) -> bool:
         return any(list((self.root / subdir).glob(f"{name}-{version}-*.conda")) for subdir in (SUBDIR, "noarch"))
@@ -218,27 +293,37 @@ class LocalChannel:
                 self.add(Path(package), result.platform)
 
     def make_wheel(self, wheel: Path, work: Path) -> None:
-        name, version, _, tags = parse_wheel_filename(wheel.name)
-        name, version = conda_name(name), str(version.public)
+        name, full, _, tags = parse_wheel_filename(wheel.name)
+        name, version = conda_name(name), full.public
         if self.has(name, version):
             return
         tree = work / name
         pure = all(tag.platform == "any" for tag in tags)
         site = "site-packages" if pure else f"lib/python{PYTHON}/site-packages"
         metadata = unpack(wheel, tree, site, "python-scripts" if pure else "bin")
-        if not pure:
-            compile_python(tree)
         depends = sorted(requirements(metadata))
-        if name == "pytorch":
-            run = [*depends, f"python_abi {PYTHON}.* *_cp311", "libstdcxx"]
-            self.recipe(work, "pytorch.yaml", version=version, tree=str(tree), proc="cpu", depends=run)
+        cuda = [f"cuda-version >={CUDA},<{int(CUDA.split('.')[0]) + 1}"]
+        if name == "cuda-cudart":
+            dev = work / "cuda-cudart-dev"
+            shutil.copytree(tree, dev, symlinks=True)
+            lay_out_toolkit(dev, site)
+            self.assemble(work, f"{name}-dev_{SUBDIR}", version, "h0_0", SUBDIR, files_dir=dev, depends=cuda)
+        if name in TOOLKIT:
+            lay_out_toolkit(tree, site)
+            self.assemble(work, name, version, "h0_0", SUBDIR, files_dir=tree, depends=cuda)
         elif pure:
             python = f"python {metadata.requires_python or '>=3.10'}"
             files = {"files_dir": tree, "noarch": "python", "depends": [python, *depends]}
             self.assemble(work, name, version, "pyhd8ed1ab_0", "noarch", **files)
         else:
+            compile_python(tree)
             run = [f"python {PYTHON}.*", f"python_abi {PYTHON}.* *_cp311", *depends]
-            self.assemble(work, name, version, "py311h0000000_0", SUBDIR, files_dir=tree, depends=run)
+            if name == "pytorch":
+                proc = "cpu" if full.local == "cpu" else f"cuda{CUDA.replace('.', '')}"
+                run = [*run[1:], "libstdcxx", *([] if proc == "cpu" else [*cuda, "__cuda"])]
+                self.recipe(work, "pytorch.yaml", version=version, tree=str(tree), proc=proc, depends=run)
+            else:
+                self.assemble(work, name, version, "py311h0000000_0", SUBDIR, files_dir=tree, depends=run)
         shutil.rmtree(tree)
 
     def make_python(self, work: Path) -> None:
@@ -269,11 +354,26 @@ class LocalChannel:
         if not self.has("python-abi3", "3.10"):  # The last of them.
             self.recipe(work, "abi.yaml", version=platform.python_version(), minor=PYTHON)
 
+    def make_cuda(self, work: Path) -> None:
+        """What the CUDA variant needs beside wheels."""
+        versions = {pin.name: pin.version for pin in wheel_pins()}
+        nvcc, runtime = versions["nvidia-cuda-nvcc"], versions["nvidia-cuda-runtime"]
+        if not self.has(f"cuda-nvcc_{SUBDIR}", nvcc):  # The last of them.
+            self.recipe(work, "cuda.yaml", cuda=CUDA, nvcc=nvcc, runtime=runtime)
+
     def make_system(self, work: Path) -> None:
         compiler = shutil.which(os.environ.get("CXX", "c++")), shutil.which(os.environ.get("CC", "cc"))
         gcc, glibc = system_versions()
         if not self.has("gxx_linux-64", gcc):
             self.recipe(work, "system.yaml", gcc=gcc, glibc=glibc, cxx=compiler[0], cc=compiler[1])
+
+
+def is_damaged(path: Path, record: dict, indexed: float) -> bool:
+    """Whether a file is not what its record says; gigabytes that have not changed since then are not read again."""
+    stat = path.stat()
+    if stat.st_size != record["size"]:
+        return True
+    return stat.st_mtime > indexed and hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]
 
 
 def compile_python(tree: Path) -> None:
@@ -293,12 +393,5 @@ def pins() -> dict[str, list[str]]:
     """What conda-forge's global pinning says, for this channel."""
     gcc, glibc = system_versions()
     major = gcc.split(".")[0]
-    return {
-        "python_min": ["3.10"],
-        "c_compiler": ["gcc"],
-        "c_compiler_version": [major],
-        "cxx_compiler": ["gxx"],
-        "cxx_compiler_version": [major],
-        "c_stdlib": ["sysroot"],
-        "c_stdlib_version": [glibc],
-    }
+    found = {"c_compiler_version": [major], "cxx_compiler_version": [major], "c_stdlib_version": [glibc]}
+    return {**yaml.safe_load((HERE / "pins.yaml").read_text()), **found}

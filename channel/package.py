@@ -1,9 +1,9 @@
 """`make package`: from csrc/ to an installed conda package.
 
 Builds recipe/ against a channel, runs the package's own tests, puts it into dist/conda, installs it from there with a solver
-into dist/env, and calls an operator in that environment.
+into dist/env, and calls an operator in that environment; each variant by itself.
 
-VARIANT   cpu (default)
+VARIANT   cpu (default), cuda (every CUDA that the channel can build for) or all; none of them needs a GPU
 CHANNEL   conda-forge, local, a URL or a path; unset: conda-forge if it answers within seconds, else the local channel
 """
 
@@ -40,12 +40,13 @@ from channel.build import SUBDIR, ChannelError, LocalChannel, pins
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipe"
-VARIANTS = {"cpu": "None"}
+VARIANTS = ("cpu", "cuda", "all")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "extension_cpp", "tests", "recipe", "channel")
 QUESTION = """
 import torch, extension_cpp
 answer = extension_cpp.mymuladd(torch.tensor([1.0, 2.0]), torch.tensor([3.0]), 0.5)
-print(f"mymuladd([1, 2], [3], 0.5) = {answer.tolist()} under torch {torch.__version__}")
+kernels = "with CUDA kernels" if torch.version.cuda and not extension_cpp.load_errors else "on the CPU"
+print(f"mymuladd([1, 2], [3], 0.5) = {answer.tolist()} under torch {torch.__version__}, {kernels}")
 """
 
 console = Console(width=None if Console().is_terminal else 120, highlight=False)
@@ -54,9 +55,9 @@ console = Console(width=None if Console().is_terminal else 120, highlight=False)
 class Log:
     """Shows what a long step is doing: its last line on a terminal, every line in the file."""
 
-    def __init__(self, file: Path, status) -> None:
+    def __init__(self, file: Path, status, title: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.file, self.status, self.title = file.open("w"), status, ""
+        self.file, self.status, self.title = file.open("w"), status, title
         self.lines: list[str] = []
 
     def on_log(self, event) -> None:
@@ -148,17 +149,20 @@ def set_source_date() -> None:
         )
 
 
-def render(variant: str, local: bool) -> rattler_build.RenderedVariant:
-    """The recipe for a variant; for the local channel with its pins, which stand in for conda-forge's global ones."""
+def render(variant: str, local: bool) -> dict[str, rattler_build.RenderedVariant]:
+    """The recipe for cpu, cuda or all, by the start of the build string: cpu, cuda129, cuda130.
+
+    For the local channel with its pins, which stand in for conda-forge's global ones.
+    """
     here = rattler_build.JinjaConfig(platform=rattler_build.PlatformConfig(target_platform=SUBDIR))
     config = rattler_build.VariantConfig.from_file_with_context(RECIPE / "variants.yaml", here)
-    chosen = {"cuda_compiler_version": [VARIANTS[variant]], **(pins() if local else {})}
-    config = config.merge(rattler_build.VariantConfig(chosen))
+    config = config.merge(rattler_build.VariantConfig(pins() if local else {}))
     try:
-        (rendered,) = rattler_build.Stage0Recipe.from_file(RECIPE / "recipe.yaml").render(config)
+        rendered = rattler_build.Stage0Recipe.from_file(RECIPE / "recipe.yaml").render(config)
     except rattler_build.RattlerBuildError as error:
         raise ChannelError(f"recipe/recipe.yaml can't be read: {error}") from error
-    return rendered
+    found = {str(each.recipe.to_dict()["build"]["string"]).split("_")[0]: each for each in rendered}
+    return {proc: each for proc, each in found.items() if variant == "all" or proc.startswith(variant)}
 
 
 def build(rendered: rattler_build.RenderedVariant, url: str, work: Path, log: Log) -> Path:
@@ -249,8 +253,10 @@ async def unsolvable(rendered: rattler_build.RenderedVariant, url: str) -> str:
 
 
 async def solve(channels: list[str], specs: list[str]) -> list[rattler.RepoDataRecord]:
+    """What the solver picks on this machine, or on the one that CONDA_OVERRIDE_CUDA tells of."""
+    machine = rattler.VirtualPackage.detect(rattler.VirtualPackageOverrides.from_env())
     try:
-        return await rattler.solve(channels, specs, virtual_packages=rattler.VirtualPackage.detect())
+        return await rattler.solve(channels, specs, virtual_packages=machine)
     except Exception as error:
         raise ChannelError(f"no environment has {', '.join(specs)}:\n{error}") from error
 
@@ -274,53 +280,62 @@ def ask(prefix: Path) -> str:
 
 def make(variant: str, dist: Path) -> None:
     if variant not in VARIANTS:
-        raise ChannelError(f"VARIANT must be {' or '.join(VARIANTS)}, got {variant!r}")
+        raise ChannelError(f"VARIANT must be {', '.join(VARIANTS[:-1])} or {VARIANTS[-1]}, got {variant!r}")
     steps = Steps()
     url, local = choose_channel(dist)
     set_source_date()
     if local:
         with steps("local channel") as status:
             local.report = lambda what: status.update(f"local channel: [dim]{what}")
-            local.ensure()
-    mark = fingerprint(variant, url, local.digest() if local else "", os.environ["SOURCE_DATE_EPOCH"])
-    state_file, target, prefix = dist / "state.json", dist / "conda", dist / "env"
-    state = json.loads(state_file.read_text()) if state_file.exists() else {}
+            local.ensure(cuda=variant != "cpu")
+    for proc, rendered in render(variant, local=url.startswith("file:")).items():
+        if proc != "cpu":  # The solver takes CUDA packages where there is a driver; building and testing needs none.
+            os.environ.setdefault("CONDA_OVERRIDE_CUDA", f"{proc[4:-1]}.{proc[-1]}")
+        mark = fingerprint(proc, url, local.digest(proc != "cpu") if local else "", os.environ["SOURCE_DATE_EPOCH"])
+        make_one(proc, rendered, url, mark, dist, steps)
+        steps = Steps()
+
+
+def make_one(
+    proc: str, rendered: rattler_build.RenderedVariant, url: str, mark: str, dist: Path, steps: Steps
+) -> None:
+    """Build, test, install and call one variant; what was made already only answers again."""
+    state_file, target, prefix = dist / "state.json", dist / "conda", dist / "env" / proc
+    states = json.loads(state_file.read_text()) if state_file.exists() else {}
+    state = states.get(proc, {})
     package = target / SUBDIR / state.get("package", "none")
     if state.get("fingerprint") != mark or not package.exists() or not (prefix / "conda-meta").exists():
-        rendered = render(variant, local=url.startswith("file:"))
         work = dist / "work"
         shutil.rmtree(work, ignore_errors=True)
-        with steps("build") as status:
-            log = Log(dist / "logs" / "build.log", status)
-            log.title = "build"
-            built = build(rendered, url, work, log)
-        with steps("test") as status:
-            log = Log(dist / "logs" / "test.log", status)
-            log.title = "test"
+        with steps(f"build {proc}") as status:
+            built = build(rendered, url, work, Log(dist / "logs" / f"build-{proc}.log", status, f"build {proc}"))
+        with steps(f"test {proc}") as status:
+            log = Log(dist / "logs" / f"test-{proc}.log", status, f"test {proc}")
             summary = test(built, url, log)
-        with steps("install"):
+        with steps(f"install {proc}"):
             (target / SUBDIR).mkdir(parents=True, exist_ok=True)
             (target / "noarch").mkdir(exist_ok=True)
-            for old in (target / SUBDIR).glob(f"extension_cpp-*-{variant}*.conda"):
+            for old in (target / SUBDIR).glob(f"extension_cpp-*-{proc}_*.conda"):
                 old.unlink()
             package = target / SUBDIR / built.name
             os.replace(built, package)
             asyncio.run(rattler.index.index_fs(target, force=True, write_zst=False, write_shards=False))
-            asyncio.run(install(["extension_cpp", "python"], [target.resolve().as_uri(), url], prefix))
+            channels = [target.resolve().as_uri(), url]
+            asyncio.run(install([f"extension_cpp * {proc}*", "python"], channels, prefix))
         shutil.rmtree(work, ignore_errors=True)
         state = {"fingerprint": mark, "package": package.name, "tests": summary, "seconds": steps.seconds}
     else:
-        console.print("nothing has changed since this package was built and tested")
-    with steps("call"):
+        console.print(f"{proc}: nothing has changed since this package was built and tested")
+    with steps(f"call {proc}"):
         answer = ask(prefix)
-    state_file.write_text(json.dumps(state, indent=1) + "\n")
-    show(package, state, steps, answer)
+    state_file.write_text(json.dumps({**states, proc: state}, indent=1) + "\n")
+    show(package, prefix, state, steps, answer)
 
 
-def show(package: Path, state: dict, steps: Steps, answer: str) -> None:
+def show(package: Path, prefix: Path, state: dict, steps: Steps, answer: str) -> None:
     table = Table("", "", show_header=False, title=package.name, title_justify="left")
     table.add_row("package", f"{relative(package)}, {package.stat().st_size / 1e3:.0f} kB")
-    table.add_row("environment", relative(package.parents[2] / "env"))
+    table.add_row("environment", relative(prefix))
     table.add_row("tests", state["tests"])
     table.add_row("time", ", ".join(f"{title} {seconds:.1f} s" for title, seconds in steps.seconds.items()))
     table.add_row("answer", answer)

@@ -4,16 +4,50 @@
 #include <cuda_runtime.h>
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
 
 #include "check.h"
 
+#define EXTENSION_CPP_QUOTE(x) #x
+#define EXTENSION_CPP_TEXT(x) EXTENSION_CPP_QUOTE(x)
+// "7.5/8.0/12.0+PTX": setup.py defines the list that nvcc compiles for.
+#define EXTENSION_CPP_BUILT_FOR EXTENSION_CPP_TEXT(EXTENSION_CPP_ARCHITECTURES)
+
 namespace extension_cpp {
+
+// What a failed launch means, and what mends it, where the package and the machine don't fit together.
+inline std::string explain(cudaError_t error, const std::string& architecture) {
+  std::ostringstream text;
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+      text << "this package has no kernel for a GPU of architecture " << architecture << " with this driver, only for "
+           << EXTENSION_CPP_BUILT_FOR << ". In a checkout of its version, build one: TORCH_CUDA_ARCH_LIST="
+           << architecture << " pip install .";
+      break;
+    case cudaErrorInsufficientDriver:
+      text << "the NVIDIA driver is older than CUDA " << CUDART_VERSION / 1000 << '.' << CUDART_VERSION % 1000 / 10
+           << ", which this package was built with: update the driver";
+      break;
+    default:
+      text << "CUDA says '" << cudaGetErrorString(error) << "' (" << cudaGetErrorName(error)
+           << "), of this launch or of something before it: CUDA_LAUNCH_BLOCKING=1 tells which";
+  }
+  return text.str();
+}
+
+// "9.0"
+inline std::string architecture(int device) {
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return std::to_string(major) + '.' + std::to_string(minor);
+}
 
 // While it lives, the tensor's device is current; the launch goes to PyTorch's current stream of that device.
 class Launch {
  public:
-  Launch(const char* op, const View& t) : op_(op), guard_(t.device_index) {
+  Launch(const char* op, const View& t) : op_(op), device_(t.device_index), guard_(t.device_index) {
     void* stream;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.device_index, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
@@ -25,11 +59,13 @@ class Launch {
     if (blocks == 0) return;  // An empty grid is an error in CUDA.
     if (blocks > 0x7fffffff) fail(op_, "the tensors are too large for one launch: ", blocks, " blocks");
     kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(arguments...);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) fail(op_, explain(error, architecture(device_)));
   }
 
  private:
   const char* op_;
+  int device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };

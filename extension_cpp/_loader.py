@@ -1,12 +1,15 @@
 """Loads the native libraries.
 
 ``_C`` has the schemas and the CPU kernels and loads under every torch >= 2.10. ``_C_cuda`` has the CUDA kernels; it is
-loaded where the package has it and torch was built with CUDA. Loading initialises no device and never fails for lack of
-one: without its CUDA library the package still works, and operators on CUDA tensors run their PyTorch reference.
+loaded where the package has it, torch was built with CUDA and the driver serves the CUDA it was built with. Loading
+initialises no device and never fails for lack of one: without its CUDA library the package still works, and operators on
+CUDA tensors run their PyTorch reference.
 """
 
+import ctypes
 import importlib
 import platform
+import re
 import struct
 import sys
 from pathlib import Path
@@ -36,14 +39,14 @@ def load() -> dict[str, str]:
         return {}
     library = FOLDER / "_C_cuda.so"
     if not library.exists():
-        return {"_C_cuda": "this is the CPU build of extension_cpp: it has no CUDA kernels"}
+        how = "conda install 'extension_cpp=*=cuda*', or USE_CUDA=1 pip install . in a checkout"
+        return {"_C_cuda": f"this is the CPU build of extension_cpp, without CUDA kernels: {how}"}
     try:
         check_complete(library)
+        check_driver(library)
         torch.ops.load_library(library)
     except (ImportError, OSError) as error:
-        return {
-            "_C_cuda": f"_C_cuda.so could not be loaded under torch {torch.__version__}: {error.__cause__ or error}"
-        }
+        return {"_C_cuda": f"_C_cuda.so can't serve under torch {torch.__version__}: {error.__cause__ or error}"}
     return {}
 
 
@@ -53,7 +56,34 @@ def check_complete(library: Path) -> None:
     if len(header) == 64 and header[:5] == b"\x7fELF\x02":
         section_table, entry_size, entries = struct.unpack("<Q10xHH", header[40:62])
         if library.stat().st_size < section_table + entry_size * entries:
-            raise ImportError(f"{library} is damaged: it ends too early")
+            how = "conda install --force-reinstall extension_cpp, or pip install --force-reinstall"
+            raise ImportError(f"{library} is damaged, it ends too early: {how}")
+
+
+def check_driver(library: Path) -> None:
+    """Raise ImportError where the driver is older than the CUDA runtime in `library`, whose every launch would fail.
+
+    The runtime is linked statically, so it is the driver that decides, whatever CUDA torch was built with.
+    """
+    found = re.search(rb"extension_cpp: CUDA (\d+)", library.read_bytes())
+    served = driver_version()
+    if found is None or served is None:  # Without a driver there is no CUDA tensor to serve.
+        return
+    built = int(found[1])
+    if served // 1000 < built // 1000:
+        runtime, driver = (f"{version // 1000}.{version % 1000 // 10}" for version in (built, served))
+        how = f"update the driver, or conda install 'extension_cpp=*=cuda{served // 1000}*'"
+        raise ImportError(f"it was built with CUDA {runtime}, and the NVIDIA driver serves CUDA {driver} at most: {how}")
+
+
+def driver_version() -> int | None:
+    """The newest CUDA that the NVIDIA driver serves, 12040 for 12.4; None where there is none. Initialises no device."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        version = ctypes.c_int()
+        return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+    except (OSError, AttributeError):
+        return None
 
 
 def explain(error: ImportError, torch) -> str:

@@ -224,6 +224,32 @@ class Contract:
                         strides = significant_strides(f), significant_strides(r)
                         assert strides[0] == strides[1], f"strides {strides[0]}, not {strides[1]} {what}"
 
+    def test_answers(self, dtype, answers):
+        """The answers that answers.json has, on every device, from every variant of the package and under every torch."""
+        op = self.op
+        for device in DEVICES:
+            found = []
+            for args in op.samples("cpu", dtype):  # The same random numbers on every device.
+                on_device = map_tensors(lambda t: clone(t).to(device), args)
+                found.append([digest(t) for t in run(op, op.function, on_device)])
+            answers.check(op.name, dtype, device, found, tolerance=4 * op.ulps[dtype] * torch.finfo(dtype).eps)
+
+    def test_fake_cuda(self):
+        """Traced and compiled for CUDA where there is no GPU, as a CUDA package is tested where it is built."""
+        if torch.version.cuda is None:
+            pytest.skip("this torch was built without CUDA")
+        op = self.op
+        for args in islice(op.samples("cpu", torch.float32), 3):
+            torch._dynamo.reset()
+            with FakeTensorMode():
+                fake = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args)
+                compiled = torch.compile(op.function, backend="aot_eager", fullgraph=True)
+                results = [*run(op, op.function, fake), *run(op, compiled, fake)]
+            expected = run(op, op.function, map_tensors(clone, args)) * 2
+            for got, want in zip(results, expected, strict=True):
+                assert got.device.type == "cuda" and got.shape == want.shape and got.dtype == want.dtype
+                assert significant_strides(got) == significant_strides(want)
+
     def differentiable_samples(self, device: str, dtype: torch.dtype) -> Iterator[Args]:
         if not self.op.differentiable:
             pytest.skip(f"{self.op.name} has no derivative")
@@ -351,6 +377,15 @@ class Contract:
             expected = run(op, op.function, map_tensors(torch.clone, args))
             for got, want in zip(results, expected):
                 assert same_bits(got, want), f"the replayed graph is wrong on {describe(args)}"
+
+
+def digest(t: Tensor) -> dict:
+    """A few numbers that stand for a tensor: elements from all over it, and how large they are all together."""
+    flat = t.detach().cpu().reshape(-1)
+    exact = flat.to(torch.float64) if flat.is_floating_point() else flat.to(torch.int64)
+    places = sorted({i * (len(flat) - 1) // 7 for i in range(8)}) if len(flat) else []
+    size = exact[exact.isfinite()].abs().sum().item() if flat.is_floating_point() else exact.abs().sum().item()
+    return {"shape": list(t.shape), "elements": [exact[i].item() for i in places], "sum": size}
 
 
 def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:

@@ -16,11 +16,11 @@ from extension_cpp.ops import _register
 PACKAGE = Path(extension_cpp.__file__).parent
 
 
-def python(code: str, path: Path = PACKAGE.parent) -> subprocess.CompletedProcess:
+def python(code: str, path: Path = PACKAGE.parent, **variables: str) -> subprocess.CompletedProcess:
     # An editable install would find the libraries that a copy lacks.
     start = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
-    code = f"{start}\nsys.path.insert(0, {str(path)!r})\n{code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    command = [sys.executable, "-c", f"{start}\nsys.path.insert(0, {str(path)!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", env={**os.environ, **variables})
 
 
 @pytest.fixture
@@ -76,23 +76,82 @@ def test_damaged_c(copy, damage):
 
 
 CUDA_TORCH = "import torch; torch.version.cuda = torch.version.cuda or '13.0'; import extension_cpp"
+# What a user then sees. The dispatcher leads a call on CUDA tensors where it leads these, on tensors that any machine can
+# make; as they really are on the CPU, it is there that the reason must stand.
+CALLS_ON_CUDA = """
+import warnings
+extension_cpp.load_errors["_C_cpu"] = extension_cpp.load_errors["_C_cuda"]
+print("reason:", extension_cpp.load_errors.get("_C_cuda"))
+print("cpu:", extension_cpp.mymul(torch.ones(2), torch.ones(2)).tolist())
+key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+ops = torch.ops.extension_cpp
+a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        results = ops.mymuladd.default.redispatch(key, a, b, 0.5), ops.mymul.default.redispatch(key, a, b)
+        print("cuda:", *(t.tolist() for t in results))
+print("warnings:", len(caught), *(w.message for w in caught))
+"""
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def check_fallback(done: subprocess.CompletedProcess, *reasons: str) -> None:
+    """CPU kernels work, CUDA tensors get the reference's right answers, and one warning in the process says why."""
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1:4] == ["cpu: [1.0, 1.0]", *["cuda: [3.5, 6.5] [3.0, 6.0]"] * 2]
+    assert lines[4].startswith("warnings: 1 extension_cpp: mymuladd and all other operators run their slower PyTorch")
+    for reason in reasons:
+        assert reason in lines[0] and reason in lines[4]
+
+
+DAMAGES = {
+    "missing": ("this is the CPU build of extension_cpp", "conda install 'extension_cpp=*=cuda*'"),
+    "truncated": ("is damaged, it ends too early", "conda install --force-reinstall extension_cpp"),
+    "text": ("_C_cuda.so can't serve under torch", "file too short"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_c_cuda(copy, damage):
-    """The import succeeds, the CPU works, and the reason is there to be read."""
     library = copy / "_C_cuda.so"
     library.unlink(missing_ok=True)
-    if damage == "truncated":
-        library.write_bytes(b"\x7fELF, but not for long")
-    use = "print(extension_cpp.load_errors['_C_cuda'], extension_cpp.mymul(torch.ones(2), torch.ones(2)).tolist())"
-    done = python(f"{CUDA_TORCH}; {use}", copy.parent)
-    reason = {
-        "missing": "this is the CPU build of extension_cpp",
-        "truncated": "_C_cuda.so could not be loaded under torch",
-    }
-    reason = reason[damage]
-    assert reason in done.stdout and "[1.0, 1.0]" in done.stdout, done.stderr
+    content = (copy / "_C.abi3.so").read_bytes()
+    if damage != "missing":
+        library.write_bytes({"truncated": content[: len(content) // 2], "text": b"no library"}[damage])
+    check_fallback(python(CUDA_TORCH + CALLS_ON_CUDA, copy.parent), *DAMAGES[damage])
+
+
+def fake_driver(folder: Path, version: int) -> str:
+    """A libcuda.so.1 that says which CUDA it serves and can do nothing else; returns where to look for it."""
+    folder.mkdir()
+    source = folder / "driver.c"
+    source.write_text(f"int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}\n")
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", folder / "libcuda.so.1"], check=True)
+    return os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
+
+
+def test_driver_older_than_the_library(copy, tmp_path):
+    """Every launch would fail: the library is not loaded."""
+    if not (copy / "_C_cuda.so").exists():
+        shutil.copy(copy / "_C.abi3.so", copy / "_C_cuda.so")
+        with (copy / "_C_cuda.so").open("ab") as stream:
+            stream.write(b"extension_cpp: CUDA 13000, architectures 9.0+PTX;")
+    path = fake_driver(tmp_path / "driver", 12040)
+    done = python(CUDA_TORCH + CALLS_ON_CUDA, copy.parent, LD_LIBRARY_PATH=path)
+    runtime = "it was built with CUDA 13.0, and the NVIDIA driver serves CUDA 12.4 at most"
+    check_fallback(done, runtime, "update the driver, or conda install 'extension_cpp=*=cuda12*'")
+
+
+@pytest.mark.parametrize("version", [13000, 13020, 14000])
+def test_driver_as_new_as_the_library(copy, tmp_path, version):
+    """Any driver of that major version or a newer one will do."""
+    path = fake_driver(tmp_path / "driver", version)
+    (copy / "library").write_text("extension_cpp: CUDA 13000, architectures 9.0+PTX;")
+    ask = f"_loader.driver_version(), _loader.check_driver(_loader.FOLDER / 'library')"
+    done = python(f"import torch; from extension_cpp import _loader; print({ask})", copy.parent, LD_LIBRARY_PATH=path)
+    assert done.stdout.split() == [str(version), "None"], done.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="under a CUDA torch the library loads")

@@ -28,11 +28,15 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(op: str, device_type: str) -> None:
-    if (op, device_type) in _warned:
+    """Once a process where a whole library doesn't serve; once an operator where a device type has no library."""
+    reason = extension_cpp.load_errors.get(f"_C_{device_type}")
+    key = ("" if reason else op, device_type)
+    if key in _warned:
         return
-    _warned.add((op, device_type))
-    reason = extension_cpp.load_errors.get(f"_C_{device_type}", "extension_cpp has no kernel for this device type")
-    warnings.warn(f"{op}: runs its slower PyTorch reference on {device_type}: {reason}", stacklevel=4)
+    _warned.add(key)
+    who = f"{op}: runs its" if reason is None else f"extension_cpp: {op} and all other operators run their"
+    reason = reason or "extension_cpp has no kernel for this device type"
+    warnings.warn(f"{who} slower PyTorch reference on {device_type}: {reason}", stacklevel=4)
 
 
 def register_mutation(overload: Any, argument: int) -> None:
