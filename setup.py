@@ -89,7 +89,8 @@ class NinjaBuild(build_ext):
         # Through libtorch.so, libtorch_cuda.so comes into scope at load time; a CPU build of torch has no such file.
         # A build ID would hash the paths of this build, which nothing else in the file depends on.
         plain = [] if DEBUG else ["-Wl,-s", "-Wl,--build-id=none"]
-        torch = [f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
+        # libstdc++ comes first: PyTorch's wheels export some of its newer symbols, without the version to be recorded here.
+        torch = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
         output = "-MMD -MF $out.d -c $in -o $out"
         env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
         rules = {
