@@ -40,6 +40,7 @@ bench: build
 	$(RUN) -m benchmarks $(BENCH)
 
 matrix: build
+	$(MAKE) package VARIANT=all
 	$(RUN) tests/checkout/matrix.py $(MATRIX)
 
 lint: build

@@ -177,20 +177,25 @@ def unpack(wheel: Path, tree: Path, site_packages: str, scripts: str) -> Metadat
 
 def requirements(metadata: Metadata) -> Iterator[str]:
     """The wheel's requirements on this platform, as conda writes them."""
-    extra = ""
-    if metadata.name == "cuda-toolkit":  # What torch asks of it is what wheels.txt pins.
-        extra = "all"
-    pinned = {canonicalize_name(pin.name) for pin in wheel_pins() if pin.package[0] not in TOOLKIT}
+    # Of PyPI's cuda-toolkit, which is a list of extras, torch asks for what wheels.txt pins.
+    everything = metadata.name == "cuda-toolkit"
+    libraries = {canonicalize_name(pin.name) for pin in wheel_pins() if pin.cuda and pin.package[0] not in TOOLKIT}
     for requirement in metadata.requires_dist or ():
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            if not extra or canonicalize_name(requirement.name) in pinned:
-                yield f"{conda_name(requirement.name)} {requirement.specifier}".strip()
+        if everything and canonicalize_name(requirement.name) not in libraries:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "all" if everything else ""}):
+            yield f"{conda_name(requirement.name)} {requirement.specifier}".strip()
 
 
 def lay_out_toolkit(tree: Path, site_packages: str) -> None:
     """Move a wheel's part of the CUDA toolkit to where conda-forge's nvcc has it; leave nothing for Python."""
     toolkit = tree / site_packages / "nvidia" / f"cu{CUDA.split('.')[0]}"
-    for folder, target in (("bin", "bin"), ("nvvm", "nvvm"), ("include", f"{TARGET}/include"), ("lib", f"{TARGET}/lib")):
+    for folder, target in (
+        ("bin", "bin"),
+        ("nvvm", "nvvm"),
+        ("include", f"{TARGET}/include"),
+        ("lib", f"{TARGET}/lib"),
+    ):
         if (toolkit / folder).exists():
             (tree / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(toolkit / folder, tree / target)

@@ -296,9 +296,7 @@ def make(variant: str, dist: Path) -> None:
         steps = Steps()
 
 
-def make_one(
-    proc: str, rendered: rattler_build.RenderedVariant, url: str, mark: str, dist: Path, steps: Steps
-) -> None:
+def make_one(proc: str, rendered: rattler_build.RenderedVariant, url: str, mark: str, dist: Path, steps: Steps) -> None:
     """Build, test, install and call one variant; what was made already only answers again."""
     state_file, target, prefix = dist / "state.json", dist / "conda", dist / "env" / proc
     states = json.loads(state_file.read_text()) if state_file.exists() else {}

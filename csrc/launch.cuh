@@ -14,6 +14,11 @@
 
 namespace extension_cpp {
 
+// Stands in the file for extension_cpp/_loader.py to compare with the driver before it loads the library: once loaded,
+// its kernels are registered for good.
+__attribute__((used)) inline constexpr char kBuiltFor[] =
+    "extension_cpp: CUDA " EXTENSION_CPP_TEXT(CUDART_VERSION) ", architectures " EXTENSION_CPP_BUILT_FOR ";";
+
 // What a failed launch means, and what mends it, where the package and the machine don't fit together.
 inline std::string explain(cudaError_t error, const std::string& architecture) {
   std::ostringstream text;
@@ -22,8 +27,8 @@ inline std::string explain(cudaError_t error, const std::string& architecture) {
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
       text << "this package has no kernel for a GPU of architecture " << architecture << " with this driver, only for "
-           << EXTENSION_CPP_BUILT_FOR << ". In a checkout of its version, build one: TORCH_CUDA_ARCH_LIST="
-           << architecture << " pip install .";
+           << EXTENSION_CPP_BUILT_FOR
+           << ". In a checkout of its version, build one: TORCH_CUDA_ARCH_LIST=" << architecture << " pip install .";
       break;
     case cudaErrorInsufficientDriver:
       text << "the NVIDIA driver is older than CUDA " << CUDART_VERSION / 1000 << '.' << CUDART_VERSION % 1000 / 10

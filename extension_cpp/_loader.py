@@ -73,7 +73,9 @@ def check_driver(library: Path) -> None:
     if served // 1000 < built // 1000:
         runtime, driver = (f"{version // 1000}.{version % 1000 // 10}" for version in (built, served))
         how = f"update the driver, or conda install 'extension_cpp=*=cuda{served // 1000}*'"
-        raise ImportError(f"it was built with CUDA {runtime}, and the NVIDIA driver serves CUDA {driver} at most: {how}")
+        raise ImportError(
+            f"it was built with CUDA {runtime}, and the NVIDIA driver serves CUDA {driver} at most: {how}"
+        )
 
 
 def driver_version() -> int | None:

@@ -88,7 +88,9 @@ class Answers:
     def close(self) -> None:
         if self.write:
             lines = [
-                f"{json.dumps(op)}: {{\n" + ",\n".join(f" {json.dumps(d)}: {json.dumps(v)}" for d, v in by.items()) + "\n}"
+                f"{json.dumps(op)}: {{\n"
+                + ",\n".join(f" {json.dumps(d)}: {json.dumps(v)}" for d, v in by.items())
+                + "\n}"
                 for op, by in sorted(self.stored.items())
             ]
             self.FILE.write_text("{" + ",\n".join(lines) + "}\n")

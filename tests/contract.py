@@ -230,7 +230,7 @@ class Contract:
         for device in DEVICES:
             found = []
             for args in op.samples("cpu", dtype):  # The same random numbers on every device.
-                on_device = map_tensors(lambda t: clone(t).to(device), args)
+                on_device = map_tensors(lambda t, device=device: clone(t).to(device), args)
                 found.append([digest(t) for t in run(op, op.function, on_device)])
             answers.check(op.name, dtype, device, found, tolerance=4 * op.ulps[dtype] * torch.finfo(dtype).eps)
 
@@ -242,7 +242,9 @@ class Contract:
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
             with FakeTensorMode():
-                fake = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args)
+                fake = map_tensors(
+                    lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args
+                )
                 compiled = torch.compile(op.function, backend="aot_eager", fullgraph=True)
                 results = [*run(op, op.function, fake), *run(op, compiled, fake)]
             expected = run(op, op.function, map_tensors(clone, args)) * 2

@@ -149,7 +149,7 @@ def test_driver_as_new_as_the_library(copy, tmp_path, version):
     """Any driver of that major version or a newer one will do."""
     path = fake_driver(tmp_path / "driver", version)
     (copy / "library").write_text("extension_cpp: CUDA 13000, architectures 9.0+PTX;")
-    ask = f"_loader.driver_version(), _loader.check_driver(_loader.FOLDER / 'library')"
+    ask = "_loader.driver_version(), _loader.check_driver(_loader.FOLDER / 'library')"
     done = python(f"import torch; from extension_cpp import _loader; print({ask})", copy.parent, LD_LIBRARY_PATH=path)
     assert done.stdout.split() == [str(version), "None"], done.stderr
 

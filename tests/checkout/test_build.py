@@ -127,6 +127,84 @@ def test_cuda_architectures_and_wheels(checkout):
     assert "_C_cuda.so" in names[cuda] and "_C_cuda.so" not in names[cpu] and "_C.abi3.so" in names[cpu]
 
 
+def audit(checkout: Path) -> str:
+    """What the audit of the architectures says of the library in a copy of the checkout."""
+    run = f"""
+import sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+sys.path.insert(0, {str(checkout)!r})
+import extension_cpp, pytest
+assert extension_cpp.__file__.startswith({str(checkout)!r})
+pytest.main(["-q", "-p", "no:cacheprovider", {str(ROOT / "tests" / "test_libraries.py")!r}, "-k", "architectures"])
+"""
+    done = subprocess.run([sys.executable, "-c", run], cwd=checkout, env=scripts(), capture_output=True, text=True)
+    assert re.search(r"1 (passed|failed)", done.stdout), done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+def test_architectures_are_audited(checkout):
+    """One that is there without being declared, and one that is declared without being there."""
+    extra = {"NVCC_APPEND_FLAGS": "-gencode=arch=compute_90,code=sm_90"}
+    done = build(checkout, USE_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0;12.0+PTX", **extra)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "machine code is there for architecture ['90'], not declared" in audit(checkout)
+    library = checkout / "extension_cpp" / "_C_cuda.so"
+    content = library.read_bytes()
+    assert content.count(b"architectures 8.0/12.0+PTX") == 1
+    library.write_bytes(content.replace(b"architectures 8.0/12.0+PTX", b"architectures 8.9/12.0+PTX"))
+    assert "machine code is missing for architecture ['89']" in audit(checkout)
+
+
+# Calls the function that words the error of a failed launch.
+ERRORS = """
+#include "launch.cuh"
+
+extern "C" __attribute__((visibility("default"))) const char* explain(int error) {
+  static std::string text;
+  text = extension_cpp::explain(static_cast<cudaError_t>(error), "7.0");
+  return text.c_str();
+}
+"""
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+def test_errors_of_a_launch(checkout):
+    """A GPU that the package has no kernel for, a driver that is too old: the cause and the command that mends it."""
+    source = checkout / "csrc" / "errors.cu"
+    source.write_text(ERRORS)
+    done = build(checkout, USE_CUDA="1", TORCH_CUDA_ARCH_LIST="12.0")
+    source.unlink()
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = f"""
+import ctypes, os, sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+sys.path.insert(0, {str(checkout)!r})
+import torch, extension_cpp
+explain = ctypes.CDLL({str(checkout / "extension_cpp" / "_C_cuda.so")!r}, mode=os.RTLD_LAZY).explain
+explain.restype = ctypes.c_char_p
+for error in (209, 222, 35, 700):
+    print(explain(error).decode())
+if torch.cuda.is_available() and torch.cuda.get_device_capability() < (12, 0):
+    a = torch.ones(3, device="cuda")
+    try:
+        extension_cpp.mymuladd(a, a, 1.0)
+    except RuntimeError as error:
+        print(error)
+    assert (a + a).tolist() == [2.0] * 3
+"""
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    image, ptx, driver, other, *called = done.stdout.splitlines()
+    lacking = "this package has no kernel for a GPU of architecture {} with this driver, only for 12.0."
+    assert image == ptx and image.startswith(lacking.format("7.0")), image
+    assert image.endswith("TORCH_CUDA_ARCH_LIST=7.0 pip install .")
+    assert driver.startswith("the NVIDIA driver is older than CUDA ") and driver.endswith("update the driver")
+    assert other.startswith("CUDA says 'an illegal memory access was encountered' (cudaErrorIllegalAddress)")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (12, 0):
+        found = "{}.{}".format(*torch.cuda.get_device_capability())
+        assert called[0].startswith(f"mymuladd: {lacking.format(found)}"), called
+
+
 def test_address_sanitizer(checkout, tmp_path):
     """No kernel reads or writes outside of what was allocated, its own outputs included, which no test can guard."""
     done = build(checkout, USE_CUDA="0", CXXFLAGS="-fsanitize=address -g1 -O1", LDFLAGS="-fsanitize=address")

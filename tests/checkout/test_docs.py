@@ -1,9 +1,11 @@
 """What the documents show is what happens."""
 
 import doctest
+import json
 import re
 from pathlib import Path
 
+import matrix
 import pytest
 import torch
 
@@ -31,6 +33,11 @@ class TestReadme:
         for document in ("README.md", "CONTRIBUTING.md"):
             for target in set(re.findall(r"(?:^|`)make (\w+)", (ROOT / document).read_text(), re.MULTILINE)):
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document}: make {target}"
+
+    def test_proven_on_is_what_make_matrix_saw(self):
+        proven = json.loads(matrix.PROVEN.read_text())
+        assert matrix.MARKS[0] + matrix.markdown(proven) + matrix.MARKS[1] in (ROOT / "README.md").read_text()
+        assert all("failed" not in row[variant] for row in proven["rows"] for variant in proven["variants"])
 
     def test_every_operator_is_in_the_table(self):
         table = (ROOT / "README.md").read_text()

@@ -18,6 +18,8 @@ import rattler_build
 import yaml
 from elftools.elf.elffile import ELFFile
 
+import extension_cpp
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 build = pytest.importorskip("channel.build")
@@ -34,16 +36,25 @@ def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comple
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
 
 
+PROCS = ("cpu", "cuda130")
+
+
 @pytest.fixture(scope="session")
-def made() -> Path:
-    """The package of this checkout, as `make package` makes it; there already if that ran before."""
-    done = make()
+def packages() -> dict[str, Path]:
+    """The packages of this checkout, as `make package` makes them; there already if that ran before."""
+    done = make(VARIANT="all")
     assert done.returncode == 0, done.stdout + done.stderr
-    return ROOT / "dist" / "conda" / "linux-64" / json.loads((ROOT / "dist" / "state.json").read_text())["package"]
+    states = json.loads((ROOT / "dist" / "state.json").read_text())
+    return {proc: ROOT / "dist" / "conda" / "linux-64" / states[proc]["package"] for proc in PROCS}
+
+
+@pytest.fixture(params=PROCS)
+def made(request, packages) -> Path:
+    return packages[request.param]
 
 
 @pytest.fixture
-def channel(made, tmp_path) -> Path:
+def channel(packages, tmp_path) -> Path:
     """A copy of the local channel that a test may spoil."""
     shutil.copytree(
         CHANNEL, tmp_path / "channel", copy_function=os.link, ignore=shutil.ignore_patterns(".lock", ".work*")
@@ -71,7 +82,7 @@ class TestRecipe:
     @pytest.mark.parametrize("platform", PLATFORMS)
     @pytest.mark.parametrize("pinned", [False, True], ids=["plain", "with conda-forge's compilers"])
     def test_render(self, platform, pinned):
-        """Requirements and build string on each platform, with nothing but the recipe's folder, and no CUDA unasked."""
+        """Requirements and build string of each variant on each platform, with nothing but the recipe's folder."""
         compiler, stdlib, name = self.PLATFORMS[platform]
         target = rattler_build.PlatformConfig(target_platform=platform)
         here = rattler_build.JinjaConfig(platform=target)
@@ -80,17 +91,29 @@ class TestRecipe:
             pins = {"cxx_compiler": [name], "cxx_compiler_version": ["14"]}
             config = config.merge(rattler_build.VariantConfig(pins))
         recipe = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml")
-        (rendered,) = recipe.render(config, rattler_build.RenderConfig(platform=target))
-        recipe = rendered.recipe.to_dict()
-        needs = recipe["requirements"]
-        assert needs["build"] == [f"{compiler} 14.*" if pinned else compiler, stdlib, "ninja"]
-        assert needs["host"] == [
-            *("python", "python-abi3 3.10.*", "pip", "setuptools >=77"),
-            *("pytorch >=2.10", "pytorch * cpu*"),
-        ]
-        assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", "pytorch * cpu*"]
-        assert needs["ignore_run_exports"] == {"from_package": ["pytorch", "libtorch"]}
-        assert re.fullmatch(r"cpu_h[0-9a-f]{7}_0", recipe["build"]["string"]) and recipe["build"]["number"] == 0
+        rendered = recipe.render(config, rattler_build.RenderConfig(platform=target))
+        by_proc = {
+            str(each.recipe.to_dict()["build"]["string"]).split("_")[0]: each.recipe.to_dict() for each in rendered
+        }
+        assert sorted(by_proc) == ["cpu", *(["cuda129", "cuda130"] if platform != "osx-arm64" else [])]
+        for proc, recipe in by_proc.items():
+            cuda = f"{proc[4:6]}.{proc[6:]}" if proc != "cpu" else ""
+            build = f"pytorch * {'cuda' if cuda else 'cpu'}*"
+            nvcc = f"cuda-nvcc_{platform}"
+            needs = recipe["requirements"]
+            compilers = [f"{compiler} 14.*" if pinned else compiler, stdlib, "ninja"]
+            assert needs["build"] == [*compilers, *([f"{nvcc} {cuda}.*"] if cuda else [])]
+            assert needs["host"] == [
+                *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch >=2.10", build),
+                *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
+            ]
+            driver = [f"__cuda >={cuda[:2]}"] if cuda else []
+            assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver]
+            ignored = ["pytorch", "libtorch", *(["cuda-cudart-dev", nvcc] if cuda else [])]
+            assert needs["ignore_run_exports"] == {"from_package": ignored}
+            number = 200 + int(cuda[:2]) if cuda else 0
+            assert re.fullmatch(rf"{proc}_h[0-9a-f]{{7}}_{number}", recipe["build"]["string"])
+            assert recipe["build"]["number"] == number
 
     def test_folder_holds_nothing_else(self):
         """A second variant file or a v0 recipe beside them would change what conda-build does."""
@@ -109,8 +132,8 @@ class TestRecipe:
 
 class TestPackage:
     def test_small_and_without_traces(self, made, tmp_path):
-        """Under 200 kB, no path of the builder in any file, no library that looks outside of its environment."""
-        assert made.stat().st_size < 200_000
+        """Small, no path of the builder in any file, no library that looks outside of its environment."""
+        assert made.stat().st_size < (3_000_000 if "cuda" in made.name else 200_000)
         files = unpack(made, tmp_path)
         assert len(files) > 15
         for file in files:
@@ -123,28 +146,67 @@ class TestPackage:
     def test_metadata(self, made):
         loaded = rattler_build.Package.from_file(made)
         assert loaded.noarch == "python" and loaded.subdir == "linux-64"  # For every Python, on this platform.
-        assert "pytorch >=2.10,<3" in loaded.depends and "pytorch * cpu*" in loaded.depends
-        assert not [spec for spec in loaded.depends if re.match(r"(lib)?torch.*2\.13|python_abi", spec)]
+        cuda = "cuda" in made.name
+        assert {"pytorch >=2.10,<3", f"pytorch * {'cuda' if cuda else 'cpu'}*"} <= set(loaded.depends)
+        # One minor version of torch, of Python or of CUDA, which the run_exports of what it was built with would add.
+        assert not [spec for spec in loaded.depends if re.match(r"(lib)?torch.*2\.1[34]|python_abi|cuda-", spec)]
+        assert [spec for spec in loaded.depends if "__cuda" in spec] == (["__cuda >=13"] if cuda else [])
         assert any(spec.startswith("libstdcxx >=") for spec in loaded.depends)
         assert loaded.license == "BSD-3-Clause" and loaded.test_count == 2  # Its contents are tested while building.
 
-    def test_reproducible(self, made, tmp_path, monkeypatch):
+    def test_variants_differ_in_cuda_alone(self, packages, tmp_path):
+        """File by file; _C only as far as the headers of two versions of torch compile differently."""
+        trees = {proc: tmp_path / proc for proc in PROCS}
+        for proc, tree in trees.items():
+            unpack(packages[proc], tree)
+        cpu, cuda = (
+            {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+            for tree in trees.values()
+        )
+        name = "unpacked/site-packages/extension_cpp"
+        assert set(cuda) - set(cpu) == {f"{name}/_C_cuda.so"} and not set(cpu) - set(cuda)
+        record = f"{name}-{extension_cpp.__version__}.dist-info/RECORD"
+        different = {path for path in cpu if cpu[path] != cuda[path] and "/info/" not in path} - {record}
+        assert different <= {f"{name}/_C.abi3.so"}
+        assert interface(trees["cpu"] / name / "_C.abi3.so") == interface(trees["cuda130"] / name / "_C.abi3.so")
+        lines = [set(tree[record].decode().splitlines()) for tree in (cpu, cuda)]
+        assert lines[1] - lines[0] == {"extension_cpp/_C_cuda.so,,"} and not lines[0] - lines[1]
+
+    @pytest.mark.parametrize("proc", PROCS)
+    def test_reproducible(self, packages, proc, tmp_path, monkeypatch):
         """Two builds, in different folders, one after the other: the same bytes."""
+        monkeypatch.setenv("CONDA_OVERRIDE_CUDA", "13.0")
         monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
         monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         digests = set()
         for name in ("first", "second"):
-            log = package.Log(tmp_path / f"{name}.log", type("Quiet", (), {"update": lambda self, text: None})())
-            made_again = package.build(package.render("cpu", local=True), CHANNEL.as_uri(), tmp_path / name, log)
+            log = package.Log(tmp_path / f"{name}.log", type("Quiet", (), {"update": lambda self, text: None})(), name)
+            rendered = package.render("all", local=True)[proc]
+            made_again = package.build(rendered, CHANNEL.as_uri(), tmp_path / name, log)
             digests.add(hashlib.sha256(made_again.read_bytes()).hexdigest())
         assert len(digests) == 1
 
-    def test_again_does_nothing(self, made):
-        done = make()
-        assert "nothing has changed since this package was built and tested" in done.stdout
-        assert "[3.5, 6.5]" in done.stdout
+    def test_again_does_nothing(self, packages):
+        done = make(VARIANT="all")
+        for proc in PROCS:
+            assert f"{proc}: nothing has changed since this package was built and tested" in done.stdout
+        assert "[3.5, 6.5] under torch 2.13.0+cpu, on the CPU" in done.stdout
+        assert "[3.5, 6.5] under torch 2.14.1+cu130, with CUDA kernels" in done.stdout
 
-    def test_install_commands_of_the_readme(self, made, tmp_path):
+    @pytest.mark.parametrize(
+        ("driver", "proc"), [("", "cpu"), ("12.9", "cpu"), ("13.0", "cuda130"), ("14.1", "cuda130")]
+    )
+    def test_solver_picks_the_variant(self, packages, monkeypatch, driver, proc):
+        """Of the packages themselves, with all that they bring; test_selection.py has the other machines."""
+        import asyncio
+
+        monkeypatch.setenv("CONDA_OVERRIDE_CUDA", driver)
+        channels = [(ROOT / "dist" / "conda").as_uri(), CHANNEL.as_uri()]
+        found = {r.name.normalized: str(r.build) for r in asyncio.run(package.solve(channels, ["extension_cpp"]))}
+        assert found["extension_cpp"].startswith(f"{proc}_") and found["pytorch"].startswith(f"{proc}_")
+        assert ("libcublas" in found) == (proc != "cpu")
+
+    def test_install_commands_of_the_readme(self, packages, tmp_path):
         """Channels and specs as each line names them, solved by the engine of pixi, the local channel for conda-forge."""
         import asyncio
 
@@ -166,6 +228,12 @@ class TestPackage:
 
 def readme() -> str:
     return (ROOT / "README.md").read_text()
+
+
+def interface(library: Path) -> set[str]:
+    """What a library takes from others and gives to them."""
+    lines = subprocess.check_output(["nm", "-D", library], text=True).splitlines()
+    return {" ".join(line.split()[-2:]) for line in lines}  # Less the addresses.
 
 
 def run_paths(library: Path) -> list[str]:
@@ -263,7 +331,7 @@ class TestLocalChannel:
 class TestBadInput:
     def test_unknown_variant(self):
         done = make(VARIANT="rocm")
-        assert done.returncode == 1 and "error: VARIANT must be cpu, got 'rocm'" in done.stdout
+        assert done.returncode == 1 and "error: VARIANT must be cpu, cuda or all, got 'rocm'" in done.stdout
 
     def test_no_channel(self):
         done = make(CHANNEL="/nowhere")
@@ -273,26 +341,27 @@ class TestBadInput:
         )
 
     def test_channel_without_pytorch(self, channel, tmp_path):
-        next((channel / "linux-64").glob("pytorch-*")).unlink()
+        for file in (channel / "linux-64").glob("pytorch-*"):
+            file.unlink()
         index(channel)
         done = make(CHANNEL=str(channel), DIST=str(tmp_path / "dist"))
         assert done.returncode == 1 and "error: the build failed" in done.stdout
         assert re.search(r"No candidates were found for pytorch", done.stdout), done.stdout
 
-    def test_unreadable_recipe_and_uncommitted_changes(self, made, tmp_path):
+    def test_unreadable_recipe_and_uncommitted_changes(self, packages, tmp_path):
         checkout = clone(tmp_path)
         (checkout / "recipe" / "recipe.yaml").write_text("package: [extension_cpp\n")
         done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
         assert "note: 1 uncommitted change will be in the package: recipe/recipe.yaml" in done.stdout
         assert done.returncode == 1 and "error: recipe/recipe.yaml can't be read" in done.stdout
 
-    def test_compiler_error(self, made, tmp_path):
+    def test_compiler_error(self, packages, tmp_path):
         checkout = clone(tmp_path)
         (checkout / "csrc" / "broken.cpp").write_text("int broken = ;\n")
         done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
         assert done.returncode == 1 and "broken.cpp:1:14: error" in done.stdout
 
-    def test_failed_tests_keep_a_package_out_of_the_channel(self, made, tmp_path):
+    def test_failed_tests_keep_a_package_out_of_the_channel(self, packages, tmp_path):
         checkout, dist = clone(tmp_path), tmp_path / "dist"
         (checkout / "tests" / "smoke.py").write_text("raise SystemExit('this package is no good')\n")
         done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(dist))
@@ -300,6 +369,13 @@ class TestBadInput:
         assert "the package's tests failed; it is in" in done.stdout
         assert list((dist / "failed").glob("*.conda")) and not list((dist / "conda").rglob("*.conda"))
         assert not (dist / "env").exists()
+
+    def test_cuda_without_a_compiler_for_it(self, channel, tmp_path):
+        """The solver's reason, which the engine keeps to itself."""
+        next((channel / "linux-64").glob("cuda-nvcc_*")).unlink()
+        index(channel)
+        done = make(CHANNEL=str(channel), DIST=str(tmp_path / "dist"), VARIANT="cuda")
+        assert done.returncode == 1 and "No candidates were found for cuda-nvcc_linux-64" in done.stdout, done.stdout
 
 
 def clone(folder: Path) -> Path:
@@ -317,7 +393,7 @@ def clone(folder: Path) -> Path:
 
 
 class TestEnvironment:
-    def test_solves_against_the_local_channel(self, made):
+    def test_solves_against_the_local_channel(self, packages):
         import asyncio
 
         have, lack = env.available(env.specs(cuda=True), CHANNEL)

@@ -237,7 +237,7 @@ def solve(url: str, specs: tuple[str, ...], cuda: str | None, installed: list = 
 
 
 def check(records: list[rattler.RepoDataRecord], build: str, pytorch: str) -> None:
-    found = {r.name.normalized: f"{r.version} {str(r.build)}" for r in records}
+    found = {r.name.normalized: f"{r.version} {r.build!s}" for r in records}
     ours, theirs = found["extension_cpp"].split(" ")[1], found["pytorch"].split(" ")[1]
     assert ours.startswith(f"{build}_"), found
     assert found["pytorch"].startswith(pytorch), found
