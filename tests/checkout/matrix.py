@@ -15,7 +15,7 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from conda_package_streaming.api import extract
+from conda_package_streaming.extract import extract
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
