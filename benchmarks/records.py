@@ -86,7 +86,8 @@ def parse(text: str, source: str) -> Results:
 
 def load(folder: Path = RESULTS) -> list[Results]:
     """All committed results, CPU before CUDA."""
-    return [parse(path.read_text(), relative(path)) for path in sorted(folder.glob("*.jsonl"))]
+    found = [parse(path.read_text(), relative(path)) for path in folder.glob("*.jsonl")]
+    return sorted(found, key=lambda results: (results.device, results.family))
 
 
 def load_one(family: str, device: str) -> Results:

@@ -12,7 +12,7 @@ def readable(value: float, unit: str = "s") -> str:
     if unit == "B":
         scales = (("MB", 1e6), ("kB", 1e3), ("B", 1.0))
     elif unit == "s":
-        scales = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+        scales = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
     else:
         scales = ((f"T{unit}", 1e12), (f"G{unit}", 1e9), (f"M{unit}", 1e6))
     name, scale = next(((name, scale) for name, scale in scales if value >= scale), scales[-1])
