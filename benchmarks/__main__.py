@@ -95,7 +95,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=device, action="append", help="a device; all present without it")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--no-save", action="store_true", help="print, but leave the committed results alone")
-    parser.add_argument("--compare", metavar="COMMIT", help="say what became faster or slower than that commit's results")
+    parser.add_argument(
+        "--compare", metavar="COMMIT", help="say what became faster or slower than that commit's results"
+    )
     parser.add_argument("--check", action="store_true", help="a short form; fails where a ratio to a peer fell")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     return parser.parse_args(arguments)

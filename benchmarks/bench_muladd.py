@@ -132,7 +132,10 @@ def layouts(device: str, dtype: torch.dtype) -> Iterator[Case]:
         "columns off alignment": lambda on: (square(on=on), square(side, side + 8, on=on)[:, 1 : side + 1]),
         "one element off alignment": lambda on: (square(side**2 + 1, on=on)[1:], square(side**2 + 1, on=on)[1:]),
         "every second element": lambda on: (square(side**2, on=on)[::2], square(side**2, on=on)[::2]),
-        "channels last": lambda on: (square(*images, on=on).contiguous(**last), square(*images, on=on).contiguous(**last)),
+        "channels last": lambda on: (
+            square(*images, on=on).contiguous(**last),
+            square(*images, on=on).contiguous(**last),
+        ),
         "channels last and first": lambda on: (square(*images, on=on), square(*images, on=on).contiguous(**last)),
         "a channel's bias": lambda on: (square(*images, on=on), square(images[1], 1, 1, on=on)),
         "permuted": lambda on: (

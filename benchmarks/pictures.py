@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -74,10 +75,12 @@ def settings(theme: dict) -> dict:
     }
 
 
-def save(figure: Figure, alternative: str) -> bytes:
-    """As SVG, without what matplotlib repeats at every piece of text."""
+def save(figure: Figure, title: str, data: object) -> bytes:
+    """As SVG, without what matplotlib repeats at every piece of text, and with a hash of the data."""
     target = io.StringIO()
-    figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Title": alternative})
+    digest = hashlib.sha256(repr(data).encode()).hexdigest()[:16]
+    made = {"Date": None, "Creator": f"matplotlib {matplotlib.__version__}", "Title": title, "Identifier": digest}
+    figure.savefig(target, format="svg", transparent=True, metadata=made)
     repeated = r' transform="rotate\(-0 [^"]*\)"| id="[a-z0-9.]+_\d+"|font-family: [^;]*; |^ +| +$'
     text = re.sub(repeated, "", target.getvalue(), flags=re.MULTILINE)
     fonts = ", ".join(matplotlib.rcParams["font.sans-serif"])
@@ -151,6 +154,7 @@ def spread_out(heights: list[float], gap: float) -> list[float]:
 def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, str], theme: dict) -> None:
     first = records[0]
     ends: list[tuple[str, float, str, str]] = []
+    drawn: list[tuple[float, float]] = []
     markers = dict(zip([name for name in hues if name != OURS], MARKERS))
     for name in (n for n in hues if any(record["contender"] == n for record in records)):
         points = sorted((r["x"], height_of(r, r["median"])) for r in records if r["contender"] == name)
@@ -163,20 +167,21 @@ def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, s
             linewidth=2 if ours else 1.1,
             zorder=3 if ours else 2,
         )
+        drawn += points
         ends.append((name, points[-1][1], hues[name], "bold" if ours else "normal"))
     limits = sorted({(r["x"], height_of(r, limit)) for r in records if (limit := results.limit(r))})
     if limits:
         axes.plot(*zip(*limits), color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         ends.append(("machine's limit", limits[-1][1], theme["faint"], "normal"))
     axes.set_title(f"{first['kind']}, {first['dtype']}", pad=7)
-    scale(axes, records, [point[1] for line in axes.lines for point in line.get_xydata()])
+    scale(axes, records, max(height for _, height in limits + drawn))
     to_axes = axes.transScale + axes.transLimits
     heights = [to_axes.transform((1, height))[1] for _, height, _, _ in ends]
     for (name, _, colour, weight), height in zip(ends, spread_out(heights, 0.14)):
         axes.text(1.03, height, name, transform=axes.transAxes, color=colour, weight=weight, va="center")
 
 
-def scale(axes: Axes, records: Records, heights: list[float]) -> None:
+def scale(axes: Axes, records: Records, highest: float) -> None:
     """Sizes as powers; times likewise, but bandwidth from zero, so that its share of the limit is what one sees."""
     places = sorted({record["x"] for record in records})
     binary = all(float(x).is_integer() and int(x).bit_count() == 1 for x in places)
@@ -184,14 +189,16 @@ def scale(axes: Axes, records: Records, heights: list[float]) -> None:
     axes.xaxis.set_major_locator(ticker.FixedLocator(apart(places)))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(power_of_two if binary else count))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.text(1.09, -0.15, records[0]["axis"], transform=axes.transAxes, va="center", color=axes.xaxis.label.get_color())
+    axes.text(
+        1.09, -0.15, records[0]["axis"], transform=axes.transAxes, va="center", color=axes.xaxis.label.get_color()
+    )
     draw = records[0]["draw"]
     if draw == "time":
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(10, numticks=5))
         axes.yaxis.set_minor_locator(ticker.NullLocator())
     else:
-        axes.set_ylim(0, 1.06 * max(heights))
+        axes.set_ylim(0, 1.06 * highest)
         axes.yaxis.set_major_locator(ticker.MaxNLocator(4, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: round_number(y, UNITS[draw])))
 
@@ -232,7 +239,8 @@ def operator(found: list[Results], op: str, theme: str) -> bytes:
             bottom = height - top - tall * (row + 1) + 0.29
             box = (0.092 + column / columns, bottom / height, width, (tall - 0.59) / height)
             draw_curve(figure.add_axes(box), results, panels[key], hues, chosen)
-        return save(figure, f"{op}: {', '.join(names)}")
+        data = [(results.header["machine"], results.header["ceilings"], panels) for results, panels in groups]
+        return save(figure, f"{op}: {', '.join(names)}", data)
 
 
 # All operators.
@@ -272,7 +280,7 @@ def overview(found: list[Results], theme: str) -> bytes:
             if i == 0:
                 label_rows(axes, keys, chosen)
             axes.set_xlabel("the best peer's time / ours", labelpad=2)
-        return save(figure, "How many times longer than extension_cpp the best peer takes, by operator")
+        return save(figure, "How many times longer than extension_cpp the best peer takes, by operator", machines)
 
 
 def order_of(machines: dict):

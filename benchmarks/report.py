@@ -31,11 +31,13 @@ def row(*cells: str) -> str:
 
 
 def head(*cells: str) -> str:
-    return row(*cells) + row(*("---" if cell in ("operator", "case", "best peer", "peers") else "--:" for cell in cells))
+    return row(*cells) + row(
+        *("---" if cell in ("operator", "case", "best peer", "peers, times ours") else "--:" for cell in cells)
+    )
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:.1f} ×" if ratio >= 9.95 else f"{ratio:.2f} ×"
+    return f"{ratio:.1f}" if ratio >= 9.95 else f"{ratio:.2f}"
 
 
 def ours_cells(results: Results, ours: dict) -> tuple[str, str]:
@@ -67,7 +69,9 @@ def waits(found: list[Results]) -> str:
     """What one waits for besides the operators, in one sentence a machine."""
     said = []
     for results in found:
-        items = [f"{case[0]['case']} {readable(case[0]['median'], case[0]['unit'])}" for case in results.cases().values()]
+        items = [
+            f"{case[0]['case']} {readable(case[0]['median'], case[0]['unit'])}" for case in results.cases().values()
+        ]
         said.append(f"What one waits for besides, on {results.header['machine']}: {'; '.join(items)}.\n")
     return "\n".join(said)
 
@@ -90,7 +94,7 @@ def speed(found: list[Results]) -> str:
     text += "\nA dot is a case, a size or a layout in a dtype; the number is their median.\n"
     for of_machine in by_machine(operators).values():
         text += f"\n{describe(of_machine[0])}:\n\n"
-        text += head("operator", "case", "ours", "of the limit", "best peer", "takes")
+        text += head("operator", "case", "ours", "of the limit", "best peer", "times ours")
         text += "".join(line for results in of_machine for line in brief(results, chosen(results)))
     return text + "\n" + waits([results for results in found if is_package(results)])
 
@@ -108,7 +112,9 @@ def page(found: list[Results]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
         text += f"\n## {results.family} on {header['machine']}\n\n"
         text += f"Commit {header['commit']}, {header['date']}, {versions}. {describe(results)}.\n\n"
-        text += "<details><summary>All cases</summary>\n\n" + head("operator", "case", "ours", "of the limit", "peers")
+        text += "<details><summary>All cases</summary>\n\n" + head(
+            "operator", "case", "ours", "of the limit", "peers, times ours"
+        )
         for case in results.cases().values():
             peers = ", ".join(f"{peer['contender']} {times(peer['ratio'])}" for peer in case[1:])
             text += row(f"`{case[0]['op']}`", case[0]["case"], *ours_cells(results, case[0]), peers)

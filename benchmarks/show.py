@@ -6,15 +6,13 @@ from rich.table import Table
 
 from benchmarks.records import Results
 
+PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
+
 
 def readable(value: float, unit: str = "s") -> str:
     """A value with a prefix that leaves one to three digits before the point."""
-    if unit == "B":
-        scales = (("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-    elif unit == "s":
-        scales = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-    else:
-        scales = ((f"T{unit}", 1e12), (f"G{unit}", 1e9), (f"M{unit}", 1e6))
+    prefixes = {"s": PREFIXES[4:], "B": PREFIXES[2:5]}.get(unit, PREFIXES[:5])
+    scales = [(f"{prefix}{unit}", scale) for prefix, scale in prefixes]
     name, scale = next(((name, scale) for name, scale in scales if value >= scale), scales[-1])
     scaled = value / scale
     return f"{scaled:.{0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2}f} {name}"
