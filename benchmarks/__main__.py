@@ -122,6 +122,10 @@ def main(arguments: list[str] | None = None) -> int:
         if results is None:
             continue
         console.print(show.table(results))
+        if disturbed := compare.noisy(results):
+            count = f"{len(disturbed)} of {len(results.cases())} cases"
+            note = f"the machine was busy, {count} moved by more than {compare.NOISY:.0%} between rounds; the first:"
+            console.print(f"[yellow]note:[/yellow] {note} {disturbed[0]}", highlight=False)
         if not options.no_save:
             results.save()
         if pair in then:

@@ -16,6 +16,7 @@ FLOOR = 0.1
 SHORT_FLOOR = {True: 0.25, False: 0.5}
 """The same for the short form, on the machine of the committed results and on another."""
 ATTEMPTS = 3
+NOISY = 0.5
 
 
 @dataclass
@@ -48,9 +49,15 @@ def spread(record: dict) -> float:
     return (high - low) / record["ratio"]
 
 
-def change(then: dict, now: dict, floor: float, ratio: float | None = None) -> Change:
-    noise = max(floor, spread(then) + spread(now))
-    return Change(then["op"], then["case"], then["contender"], then["ratio"], ratio or now["ratio"], noise)
+def noisy(results: Results) -> list[str]:
+    """The cases that another process disturbed: their ratio to the best peer is too uncertain to compare with."""
+    cases = results.cases()
+    return [": ".join(key) for key, case in cases.items() if (best := best_peer(case)) and spread(best) > NOISY]
+
+
+def change(then: dict, now: dict) -> Change:
+    noise = max(FLOOR, spread(then) + spread(now))
+    return Change(then["op"], then["case"], then["contender"], then["ratio"], now["ratio"], noise)
 
 
 def changes(then: Results, now: Results) -> tuple[list[Change], list[str]]:
@@ -64,7 +71,7 @@ def changes(then: Results, now: Results) -> tuple[list[Change], list[str]]:
         elif (best := best_peer(earlier[key])) is None:
             left_out.append(f"{title}: it has no peer")
         elif match := [record for record in later[key][1:] if record["contender"] == best["contender"]]:
-            found.append(change(best, match[0], FLOOR))
+            found.append(change(best, match[0]))
         else:
             left_out.append(f"{title}: {best['contender']} was not measured now")
     return found, left_out
@@ -87,7 +94,8 @@ def check(cases: Iterable[Case], then: Results, same_machine: bool) -> Iterator[
             mine, now = harness.measure(replace(case, contenders=pair, rounds=rounds))
             # Where other processes are busy, the best rounds of both are those that they didn't disturb.
             ratio = max(now["ratio"], now["best"] / mine["best"])
-            result = change(peer, now, SHORT_FLOOR[same_machine], ratio)
+            noise = max(SHORT_FLOOR[same_machine], spread(peer))
+            result = Change(case.op, case.name, peer["contender"], peer["ratio"], ratio, noise)
             if result.verdict != "slower":
                 break
         yield result

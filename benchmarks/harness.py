@@ -24,7 +24,7 @@ from torch.utils.benchmark import Timer
 
 OURS = "extension_cpp"
 ROUNDS = 7
-SECONDS = 6.0  # A case that would take longer gets fewer rounds, but three.
+SECONDS = 3.0  # A case that would take longer gets fewer rounds, but three.
 TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-10}
 
 Function = Callable[..., Any]

@@ -191,7 +191,12 @@ class TestComparison:
         ],
     )
     def test_verdicts_are_beyond_the_noise(self, then, now, verdict):
-        assert compare.change(then, now, floor=0.1).verdict == verdict
+        assert compare.change(then, now).verdict == verdict
+
+    def test_a_busy_machine_is_noticed(self):
+        ours = {"op": "op", "case": "forward", "contender": OURS}
+        assert compare.noisy(Results({}, [ours, record(1, 0.7, 1.3)])) == ["op: forward"]
+        assert compare.noisy(Results({}, [ours, record(1, 0.9, 1.1)])) == []
 
     def test_by_the_peer_that_was_best(self):
         ours = {"op": "op", "case": "forward", "contender": OURS}
