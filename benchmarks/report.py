@@ -6,7 +6,6 @@ Nothing about speed is typed by hand: `render` says what every file must be, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import records
@@ -31,9 +30,7 @@ def row(*cells: str) -> str:
 
 
 def head(*cells: str) -> str:
-    return row(*cells) + row(
-        *("---" if cell in ("operator", "case", "best peer", "peers, times ours") else "--:" for cell in cells)
-    )
+    return row(*cells) + row(*("---" for _ in cells))
 
 
 def times(ratio: float) -> str:
@@ -42,38 +39,60 @@ def times(ratio: float) -> str:
 
 def ours_cells(results: Results, ours: dict) -> tuple[str, str]:
     limit = results.limit(ours)
-    return readable(ours["median"], ours["unit"]), f"{limit / ours['median']:.0%}" if limit else ""
+    share = limit / ours["median"] if limit else 0.0
+    return readable(ours["median"], ours["unit"]), f"{share:.0%}" if share > 0.01 else "< 1%" if limit else ""
 
 
-def chosen(results: Results) -> Iterator[list[dict]]:
-    """The cases of the README's table: the largest of each first curve of an operator and kind, and what has no curve."""
+def chosen(results: Results) -> dict[tuple[str, str], list[dict]]:
+    """The cases of the README's table, by operator and kind: the end of the first curve, or the one case of a kind."""
     kinds: dict[tuple[str, str], list[list[dict]]] = {}
     for case in results.cases().values():
         kinds.setdefault((case[0]["op"], case[0]["kind"]), []).append(case)
-    for cases in kinds.values():
+    picked = {}
+    for key, cases in kinds.items():
         curve = [case for case in cases if "x" in case[0] and case[0]["dtype"] == cases[0][0]["dtype"]]
-        if curve:
-            yield max(curve, key=lambda case: case[0]["x"])
-        elif len(cases) == 1:
-            yield cases[0]
+        if curve or len(cases) == 1:
+            picked[key] = max(curve or cases, key=lambda case: case[0].get("x", 0))
+    return picked
 
 
-def brief(results: Results, cases: Iterator[list[dict]]) -> Iterator[str]:
-    for case in cases:
-        ours, peer = case[0], best_peer(case)
-        beside = (peer["contender"], times(peer["ratio"])) if peer else ("", "")
-        yield row(f"`{ours['op']}`", ours["case"], *ours_cells(results, ours), *beside)
+def cells(results: Results, case: list[dict] | None) -> tuple[str, str]:
+    """Our time, and the best peer's as a multiple of it."""
+    if case is None:
+        return "", ""
+    ours, peer = case[0], best_peer(case)
+    time, share = ours_cells(results, ours)
+    said = time + (f" at {ours['size']}" if ours["size"] else "") + (f", {share} of the limit" if share else "")
+    return said, f"{peer['contender']} {times(peer['ratio'])}" if peer else ""
+
+
+def brief(found: list[Results]) -> str:
+    """A row an operator and kind, two columns a machine."""
+    machines = by_machine(found)
+    rows: dict[tuple[str, str], dict[str, tuple[Results, list[dict]]]] = {}
+    for results in found:
+        for key, case in chosen(results).items():
+            rows.setdefault(key, {})[results.header["machine"]] = results, case
+    names = list(dict.fromkeys(op for op, _ in rows))
+    headings = [heading for machine in machines for heading in (f"ours, {machine}", "best peer, times ours")]
+    text = head("operator", "case", *headings)
+    for op, kind in sorted(rows, key=lambda key: names.index(key[0])):
+        here = rows[op, kind]
+        dtype = next(iter(here.values()))[1][0]["dtype"]
+        beside = [cell for machine in machines for cell in cells(*here.get(machine, (found[0], None)))]
+        text += row(f"`{op}`", ", ".join(filter(None, (kind, dtype))), *beside)
+    return text
 
 
 def waits(found: list[Results]) -> str:
-    """What one waits for besides the operators, in one sentence a machine."""
-    said = []
+    """What one waits for besides the operators."""
+    text = ""
     for results in found:
-        items = [
-            f"{case[0]['case']} {readable(case[0]['median'], case[0]['unit'])}" for case in results.cases().values()
-        ]
-        said.append(f"What one waits for besides, on {results.header['machine']}: {'; '.join(items)}.\n")
-    return "\n".join(said)
+        text += "\n" + head(f"on {results.header['machine']}", "extension_cpp", "beside")
+        for ours, *peers in results.cases().values():
+            beside = ", ".join(f"{peer['contender']} {readable(peer['median'], peer['unit'])}" for peer in peers)
+            text += row(ours["case"], readable(ours["median"], ours["unit"]), beside)
+    return text
 
 
 def by_machine(found: list[Results]) -> dict[str, list[Results]]:
@@ -91,12 +110,11 @@ def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
     operators = [results for results in found if not is_package(results)]
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
-    text += "\nA dot is a case, a size or a layout in a dtype; the number is their median.\n"
+    text += "\nA dot is a case, a size or a layout in a dtype; the number is their median.\n\n"
     for of_machine in by_machine(operators).values():
-        text += f"\n{describe(of_machine[0])}:\n\n"
-        text += head("operator", "case", "ours", "of the limit", "best peer", "times ours")
-        text += "".join(line for results in of_machine for line in brief(results, chosen(results)))
-    return text + "\n" + waits([results for results in found if is_package(results)])
+        text += f"{describe(of_machine[0])}.\n"
+    text += "\n" + brief(operators)
+    return text + waits([results for results in found if is_package(results)])
 
 
 def page(found: list[Results]) -> str:

@@ -20,13 +20,11 @@ def readable(value: float, unit: str = "s") -> str:
 
 def describe(results: Results) -> str:
     """The machine and its measured limits."""
-    ceilings = results.header["ceilings"]
-    limits = [f"a copy moves {readable(ceilings['bytes'], 'B/s')}"] if ceilings else []
-    limits += [
-        f"a product computes {readable(rate, 'FLOP/s')} in {dtype}"
-        for dtype, rate in (ceilings or {}).get("operations", {}).items()
-    ]
-    return ", ".join([results.header["machine"], *limits])
+    machine, ceilings = results.header["machine"], results.header["ceilings"]
+    if not ceilings:
+        return machine
+    rates = ", ".join(f"{readable(rate, 'FLOP/s')} in {dtype}" for dtype, rate in ceilings["operations"].items())
+    return f"{machine}: a copy moves {readable(ceilings['bytes'], 'B/s')}" + (f", a product {rates}" if rates else "")
 
 
 def table(results: Results) -> Table:
