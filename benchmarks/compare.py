@@ -94,7 +94,7 @@ def check(cases: Iterable[Case], then: Results, same_machine: bool) -> Iterator[
             mine, now = harness.measure(replace(case, contenders=pair, rounds=rounds))
             # Where other processes are busy, the best rounds of both are those that they didn't disturb.
             ratio = max(now["ratio"], now["best"] / mine["best"])
-            noise = max(SHORT_FLOOR[same_machine], spread(peer))
+            noise = max(SHORT_FLOOR[same_machine], spread(peer), spread(now))
             result = Change(case.op, case.name, peer["contender"], peer["ratio"], ratio, noise)
             if result.verdict != "slower":
                 break
