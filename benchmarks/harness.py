@@ -190,9 +190,9 @@ def input_sets(case: Case) -> list[tuple]:
     inputs = case.inputs()
     if case.device != "cpu" or not case.bytes:
         return [inputs]
-    # Eight times the cache: with twice as much, half of it was still found there. Not more than a thousand sets, or the
+    # Four times the cache: with twice as much, a third of it was still found there. Not more than a thousand sets, or the
     # tensors' own descriptions would no longer be in the cache, where those of a program's few tensors are.
-    return [inputs, *(deepcopy(inputs) for _ in range(min(8 * cache_bytes() // case.bytes, 1_000)))]
+    return [inputs, *(deepcopy(inputs) for _ in range(min(4 * cache_bytes() // case.bytes, 1_000)))]
 
 
 def rotated(function: Function, sets: list[tuple]) -> Callable[[], object]:
