@@ -184,15 +184,16 @@ def cache_bytes() -> int:
     return max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=2**25)
 
 
-def input_sets(case: Case) -> list[tuple]:
-    """The inputs, on the CPU so many of them that they don't stay in its caches."""
-    torch.manual_seed(0)
-    inputs = case.inputs()
+def input_sets(case: Case, inputs: tuple) -> list[tuple]:
+    """The inputs and, on the CPU, so many copies that they don't stay in its caches."""
     if case.device != "cpu" or not case.bytes:
         return [inputs]
+    ours = next(iter(case.contenders.values()))
+    once = Timer("ours(*inputs)", globals={"ours": ours, "inputs": inputs}).timeit(1).median
     # Four times the cache: with twice as much, a third of it was still found there. Not more than a thousand sets, or the
-    # tensors' own descriptions would no longer be in the cache, where those of a program's few tensors are.
-    return [inputs, *(deepcopy(inputs) for _ in range(min(4 * cache_bytes() // case.bytes, 1_000)))]
+    # tensors' own descriptions would no longer be in the cache, where those of a program's few tensors are; nor more than
+    # 50 ms take, as what is slow doesn't wait for memory.
+    return [inputs, *(deepcopy(inputs) for _ in range(min(4 * cache_bytes() // case.bytes, int(0.05 / once), 1_000)))]
 
 
 def rotated(function: Function, sets: list[tuple]) -> Callable[[], object]:
@@ -225,8 +226,10 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 def measure(case: Case) -> list[dict]:
     """Verify a case and time it; a record a contender, ours first."""
     torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
-    sets = input_sets(case)
-    verify(case, sets[0])
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    verify(case, inputs)
+    sets = input_sets(case, inputs)
     calls = {name: rotated(function, sets) for name, function in case.contenders.items()}
     for call in calls.values() if len(sets) > 1 else ():
         for _ in sets:  # The first results take fresh memory, which costs more than the work.

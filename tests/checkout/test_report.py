@@ -26,6 +26,13 @@ def test_the_documents_and_pictures_are_those_of_the_results(rendered):
     assert there == {path for path in rendered if path.suffix == ".svg"}
 
 
+def test_no_speed_is_typed_by_hand():
+    """Outside of the generated section, and of what a command printed, the README has no times and no ratios."""
+    by_hand = re.sub(rf"{re.escape(report.START)}.*?{re.escape(report.END)}|```.*?```", "", README, flags=re.DOTALL)
+    speeds = r"\d ?([nµm]?s|seconds?|min|minutes?|[kMGT]?B/s|[GT]?FLOP/s)\b|(faster|slower|times|as fast) (as|than)\b"
+    assert not re.search(speeds, by_hand), re.search(speeds, by_hand)
+
+
 def mark(picture: bytes, name: str) -> bytes:
     """What a picture says of the matplotlib that drew it, which may draw otherwise, or of its data."""
     pattern = rb"<dc:identifier>(.*?)<" if name == "identifier" else rb"(matplotlib [\d.]+)"
