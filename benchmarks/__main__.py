@@ -49,11 +49,9 @@ def cases(family: str, device: str) -> Iterator[harness.Case]:
     return importlib.import_module(f"benchmarks.bench_{family}").cases(device)
 
 
-def measure(family: str, device: str, commit: str, console: Console) -> Results | None:
-    """All cases of a family on a device, one after another; None where it has none."""
+def measure(family: str, device: str, commit: str, console: Console) -> Results:
+    """All cases of a family on a device, one after another."""
     listed = list(cases(family, device))
-    if not listed:
-        return None
     needed = {harness.dtype_name(case.dtype) or "float32" for case in listed if case.operations}
     found: list[dict] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -89,6 +87,22 @@ def check(pairs: list[tuple[str, str]], console: Console) -> int:
     return 1 if slower else 0
 
 
+def earlier(commit: str, pairs: list[tuple[str, str]], console: Console) -> dict[tuple[str, str], Results]:
+    """A commit's results; an error where it has none of what is measured now."""
+    found: dict[tuple[str, str], Results] = {}
+    reasons: list[str] = []
+    for pair in pairs:
+        try:
+            found[pair] = records.load_at(commit, *pair)
+        except ResultsError as reason:
+            reasons.append(str(reason))
+    if not found:
+        raise ResultsError("; ".join(dict.fromkeys(reasons)))
+    for reason in reasons:
+        console.print(f"not compared: {reason}", highlight=False)
+    return found
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--op", type=family_of, action="append", help="a family or an operator of it; all without it")
@@ -112,15 +126,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.check:
             return check(pairs, console)
-        then = {pair: records.load_at(options.compare, *pair) for pair in pairs} if options.compare else {}
+        then = earlier(options.compare, pairs, console) if options.compare else {}
     except ResultsError as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1
     commit = options.commit or records.commit()
     for pair in pairs:
         results = measure(*pair, commit, console)
-        if results is None:
-            continue
         console.print(show.table(results))
         if disturbed := compare.noisy(results):
             count = f"{len(disturbed)} of {len(results.cases())} cases"

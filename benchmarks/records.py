@@ -135,7 +135,8 @@ def machine(device: str) -> str:
         return torch.cuda.get_device_name()
     described = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":")[1].strip() for line in described if line.startswith("model name")]
-    return f"{torch.get_num_threads()} cores of {models[0] if models else platform.processor()}"
+    threads = torch.get_num_threads()
+    return f"{threads} core{'s' * (threads > 1)} of {models[0] if models else platform.processor()}"
 
 
 def versions(device: str) -> dict[str, str]:
@@ -148,9 +149,8 @@ def versions(device: str) -> dict[str, str]:
         import triton
 
         found |= {"cuda": str(torch.version.cuda), "triton": triton.__version__}
-    for name in ("torchvision",):
-        if name in sys.modules:
-            found[name] = sys.modules[name].__version__
+    if "torchvision" in sys.modules:  # where a family has it as a peer
+        found["torchvision"] = sys.modules["torchvision"].__version__
     return found
 
 

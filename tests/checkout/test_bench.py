@@ -212,6 +212,22 @@ class TestComparison:
         _, left_out = compare.changes(then, Results({}, [{**ours, "case": "new"}]))
         assert left_out == ["op: forward: only then", "op: new: only now"]
 
+    def test_the_command(self, monkeypatch, capsys):
+        """Says what changed, and saves what was measured."""
+        saved = []
+        peers = {OURS: lambda a, b: (a + b) * 2, "peer": lambda a, b: 2 * (a + b)}
+        monkeypatch.setattr(command, "cases", lambda family, device: iter([case(contenders=peers, rounds=3)]))
+        ours = {"op": "op", "case": "forward", "contender": OURS}
+        then = Results({"commit": "abc1234"}, [ours, record(1000, 1000, 1000)])
+        monkeypatch.setattr(records, "load_at", lambda commit, family, device: then)
+        monkeypatch.setattr(Results, "save", lambda self: saved.append(self.text()))
+        assert command.main(["--op", "muladd", "--device", "cpu", "--threads", "1", "--compare", "abc1234"]) == 0
+        printed = capsys.readouterr().out
+        assert "muladd since abc1234" in printed and "slower" in printed
+        (text,) = saved
+        again = records.parse(text, "saved")
+        assert [r["contender"] for r in again.records] == [OURS, "peer"] and again.header["ceilings"]["bytes"] > 1e8
+
     @pytest.mark.parametrize("slowdown", [1, 3])
     def test_the_short_form_notices_a_slowdown(self, slowdown, monkeypatch, capsys):
         """One that is planted: the work is done three times."""
