@@ -52,6 +52,7 @@ def cases(family: str, device: str) -> Iterator[harness.Case]:
 def measure(family: str, device: str, commit: str, console: Console) -> Results:
     """All cases of a family on a device, one after another."""
     listed = list(cases(family, device))
+    listed += [case for case in harness.short_form(listed) if case.threads]
     needed = {harness.dtype_name(case.dtype) or "float32" for case in listed if case.operations}
     found: list[dict] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -98,8 +99,8 @@ def earlier(commit: str, pairs: list[tuple[str, str]], console: Console) -> dict
             reasons.append(str(reason))
     if not found:
         raise ResultsError("; ".join(dict.fromkeys(reasons)))
-    for reason in reasons:
-        console.print(f"not compared: {reason}", highlight=False)
+    for line in reasons:
+        console.print(f"not compared: {line}", highlight=False)
     return found
 
 

@@ -80,12 +80,12 @@ def changes(then: Results, now: Results) -> tuple[list[Change], list[str]]:
 def check(cases: Iterable[Case], then: Results, same_machine: bool) -> Iterator[Change]:
     """Measure the short form's cases beside one peer each. A case that seems slower is measured again, for longer."""
     committed = then.cases()
-    for case in cases:
+    for case in harness.short_form(cases):
         peers = committed.get((case.op, case.name), [{}])[1:]
         # A compiled peer would take longer to compile than the whole check should.
         quick = [peer for peer in peers if not peer["contender"].startswith("compiled")]
         peer = best_peer([{}, *(quick or peers)])
-        if not case.short or peer is None or peer["contender"] not in case.contenders:
+        if peer is None or peer["contender"] not in case.contenders:
             continue
         ours = next(iter(case.contenders))
         pair = {name: case.contenders[name] for name in (ours, peer["contender"])}

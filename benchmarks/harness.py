@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class Case:
     rounds: int = ROUNDS
     short: bool = False
     """Whether it belongs to the short form that `.ci/run` runs."""
+    threads: int | None = None
+    """How many the CPU uses; as many as the whole run where None."""
 
     @property
     def name(self) -> str:
@@ -75,6 +78,17 @@ class Case:
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.") if dtype else ""
+
+
+def short_form(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases of the short form. On the CPU they have one thread: two wait for each other whenever another process runs,
+    for milliseconds, and a core stays free for that process.
+    """
+    for case in cases:
+        if case.short and case.device == "cpu":
+            yield replace(case, size=", ".join(filter(None, (case.size, "one thread"))), x=None, threads=1)
+        elif case.short:
+            yield case
 
 
 # Timers: seconds a call, by torch.utils.benchmark and triton.testing.
@@ -223,8 +237,23 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def measure(case: Case) -> list[dict]:
     """Verify a case and time it; a record a contender, ours first."""
+    with using(case.threads or torch.get_num_threads()):
+        return summarise(case, times_of(case))
+
+
+def times_of(case: Case) -> dict[str, list[float]]:
     torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
     torch.manual_seed(0)
     inputs = case.inputs()
@@ -240,7 +269,7 @@ def measure(case: Case) -> list[dict]:
         start = time.monotonic()
         alternate(calls, timer, 1)  # warm-up
         rounds = max(3, min(rounds, int(SECONDS / (time.monotonic() - start))))
-    return summarise(case, alternate(calls, timer, rounds))
+    return alternate(calls, timer, rounds)
 
 
 def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
@@ -254,6 +283,7 @@ def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
         "dtype": dtype_name(case.dtype),
         "size": case.size,
         **({"x": case.x, "axis": case.axis, "draw": case.draw} if case.x is not None else {}),
+        **({"threads": case.threads} if case.threads else {}),
         "bytes": case.bytes,
         "operations": case.operations,
         "unit": case.unit,

@@ -249,7 +249,7 @@ def operator(found: list[Results], op: str, theme: str) -> bytes:
 def ratios(results: Results) -> dict[tuple[str, str], list[float]]:
     """How many times longer than ours the best peer takes, by operator and kind."""
     found: dict[tuple[str, str], list[float]] = {}
-    for case in results.cases().values():
+    for case in results.cases(whole=True).values():
         peer = best_peer(case)
         if peer is not None:
             found.setdefault((peer["op"], peer["kind"]), []).append(peer["ratio"])

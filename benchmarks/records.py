@@ -41,10 +41,12 @@ class Results:
     def device(self) -> str:
         return self.header["device"]
 
-    def cases(self) -> dict[tuple[str, str], list[dict]]:
-        """Records by operator and case; ours comes first."""
+    def cases(self, whole: bool = False) -> dict[tuple[str, str], list[dict]]:
+        """Records by operator and case, ours first; `whole` leaves out those with fewer threads, for the short form."""
         grouped: dict[tuple[str, str], list[dict]] = {}
         for record in self.records:
+            if whole and "threads" in record:
+                continue
             grouped.setdefault((record["op"], record["case"]), []).append(record)
         return grouped
 

@@ -46,7 +46,7 @@ def ours_cells(results: Results, ours: dict) -> tuple[str, str]:
 def chosen(results: Results) -> dict[tuple[str, str], list[dict]]:
     """The cases of the README's table, by operator and kind: the end of the first curve, or the one case of a kind."""
     kinds: dict[tuple[str, str], list[list[dict]]] = {}
-    for case in results.cases().values():
+    for case in results.cases(whole=True).values():
         kinds.setdefault((case[0]["op"], case[0]["kind"]), []).append(case)
     picked = {}
     for key, cases in kinds.items():

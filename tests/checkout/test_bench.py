@@ -101,6 +101,15 @@ class TestHarness:
             call()
         assert seen == [a.data_ptr() for a, _ in [*sets[:3], sets[0]]]
 
+    def test_the_short_form_has_one_thread(self):
+        counts = set()
+        peers = {name: lambda a, b: counts.add(torch.get_num_threads()) or (a + b) * 2 for name in (OURS, "peer")}
+        torch.set_num_threads(2)
+        (alone,) = harness.short_form([case(), case(short=True, contenders=peers, rounds=1)])
+        assert alone.name == "forward, one thread"
+        assert all(record["threads"] == 1 for record in harness.measure(alone))
+        assert counts == {1} and torch.get_num_threads() == 2
+
     def test_steps_of_training(self):
         step = harness.backward(lambda a, b: a * b)
         a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
@@ -247,9 +256,10 @@ class TestComparison:
         peer = {"peer": lambda a, b: (a + b) * 2}
         planted = case(short=True, contenders={OURS: ours, **peer}, timer=busy_seconds)
         header = {"schema": records.SCHEMA, "machine": records.machine("cpu")}
-        then = Results(header, [{"op": "op", "case": "forward", "contender": OURS}, record(1, 0.99, 1.01)])
+        name = {"case": "forward, one thread"}
+        then = Results(header, [{"op": "op", **name, "contender": OURS}, record(1, 0.99, 1.01) | name])
         monkeypatch.setattr(command, "cases", lambda family, device: iter([planted]))
         monkeypatch.setattr(records, "load_one", lambda family, device: then)
-        status = command.main(["--check", "--op", "muladd", "--device", "cpu", "--threads", "1"])
+        status = command.main(["--check", "--op", "muladd", "--device", "cpu"])
         assert status == (slowdown > 1)
-        assert ("slower: op: forward: peer takes" in capsys.readouterr().out) == (slowdown > 1)
+        assert ("slower: op: forward, one thread: peer takes" in capsys.readouterr().out) == (slowdown > 1)
