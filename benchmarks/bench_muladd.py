@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.harness import OURS, Case, Function, backward, compiled, graphed, time_calls
+from benchmarks.contenders import backward, compiled, graphed
+from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops import muladd
 
 SIZES = {"cpu": (12, 16, 20, 24), "cuda": (12, 16, 20, 24, 28)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks import overview, pictures, records
 from benchmarks.records import ROOT, Results, best_peer
 from benchmarks.show import describe, readable
 
@@ -155,12 +155,10 @@ def fill(document: str, content: str) -> str:
 
 def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     """What each file of the report must hold, by its path in the checkout."""
-    from benchmarks import pictures
-
     operators = [results for results in found if not is_package(results)]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
     for theme in pictures.THEMES:
-        files[PICTURES / f"overview-{theme}.svg"] = pictures.overview(operators, theme)
+        files[PICTURES / f"overview-{theme}.svg"] = overview.overview(operators, theme)
         for op in drawn(operators):
             files[PICTURES / f"{op}-{theme}.svg"] = pictures.operator(operators, op, theme)
     return files
