@@ -44,7 +44,7 @@ def packages() -> dict[str, Path]:
     """The packages of this checkout, as `make package` makes them; there already if that ran before."""
     done = make(VARIANT="all")
     assert done.returncode == 0, done.stdout + done.stderr
-    states = json.loads((ROOT / "dist" / "state.json").read_text())
+    states = json.loads((ROOT / "dist" / "packages.json").read_text())
     return {proc: ROOT / "dist" / "conda" / "linux-64" / states[proc]["package"] for proc in PROCS}
 
 
