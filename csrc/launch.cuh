@@ -28,6 +28,23 @@ class Launch {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
+  void zero(void* memory, size_t bytes) { STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_)); }
+
+  // A value on the device, once all that was launched before is done.
+  template <class T>
+  T read(const T* value) {
+    T result;
+    STD_CUDA_CHECK(cudaMemcpyAsync(&result, value, sizeof(T), cudaMemcpyDeviceToHost, stream_));
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    return result;
+  }
+
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+
  private:
   const char* op_;
   torch::stable::accelerator::DeviceGuard guard_;

@@ -51,6 +51,13 @@ inline Tensor descending(const Tensor& scores) {
   return torch::stable::detail::to<Tensor>(stack[1]);
 }
 
+// std::numeric_limits has functions, which device code can't call.
+template <class V>
+struct Limits {
+  static constexpr V infinity = std::numeric_limits<V>::infinity(), greatest = std::numeric_limits<V>::max(),
+                     epsilon = std::numeric_limits<V>::epsilon();
+};
+
 template <class V>
 struct alignas(16) Box {
   V x1, y1, x2, y2;
@@ -88,7 +95,7 @@ template <class V>
 struct Threshold {
   explicit Threshold(double threshold) : iou(static_cast<V>(threshold)), prunes(threshold >= 0) {
     // A V is greater than the threshold where it is greater than the greatest V that isn't.
-    if (iou > threshold) iou = std::nextafter(iou, -std::numeric_limits<V>::infinity());
+    if (iou > threshold) iou = std::nextafter(iou, -Limits<V>::infinity);
     if (!prunes) return;
     factor = static_cast<V>(std::max({0.0, 2 - 2 * threshold, 1 / threshold - 1}));
     least_area = static_cast<V>((sizeof(V) == 4 ? 0x1p-100 : 0x1p-960) / threshold);
@@ -102,8 +109,7 @@ struct Threshold {
   // Whether a box can suppress or be suppressed. With a threshold >= 0 that takes an intersection > 0, which an empty
   // or inverted box has with none, and a union that is finite, which an infinite or NaN box has with none.
   EXTENSION_CPP_INLINE bool takes_part(const Box<V>& box) const {
-    constexpr V kInfinity = std::numeric_limits<V>::infinity();
-    return !prunes || (box.x1 < box.x2 && box.y1 < box.y2 && area(box) < kInfinity);
+    return !prunes || (box.x1 < box.x2 && box.y1 < box.y2 && area(box) < Limits<V>::infinity);
   }
 
   V iou;
@@ -124,9 +130,8 @@ struct Interval {
 // can amount to.
 template <class V>
 EXTENSION_CPP_INLINE Interval<V> reach(const Threshold<V>& threshold, V low, V high, V area, V greatest_side) {
-  using Limits = std::numeric_limits<V>;
-  constexpr V kSlack = V(1) / 1024, kRounding = 16 * Limits::epsilon(), kInfinity = Limits::infinity();
-  constexpr V kLarge = Limits::max() / 4;
+  constexpr V kSlack = V(1) / 1024, kRounding = 16 * Limits<V>::epsilon;
+  constexpr V kLarge = Limits<V>::greatest / 4, kInfinity = Limits<V>::infinity;
   const V side = high - low, sum = low + high;
   const V magnitude = sum < 0 ? -sum : sum;
   if (!(magnitude < kLarge)) return {-kInfinity, kInfinity};
@@ -146,7 +151,7 @@ struct Axis {
 
   EXTENSION_CPP_INLINE static Axis fit(V least, V greatest, int cells) {
     Axis axis{least, static_cast<V>(cells) / (greatest - least), cells};
-    constexpr V kMost = std::numeric_limits<V>::max();
+    constexpr V kMost = Limits<V>::greatest;
     if (!(axis.scale > 0 && axis.scale <= kMost)) axis.scale = 1;
     if (!(least >= -kMost && least <= kMost)) axis.low = 0;
     return axis;
