@@ -1,19 +1,20 @@
 // The nms operators on CUDA.
 //
-// Two numbers: on float32 about 150 bytes are moved for a box, and 20 operations done for each pair that the grid leaves:
-// with a threshold of 0.5 those closer than half a side, some hundred for a box among 100,000 in a field of 20 by 20 sides.
+// Two numbers: on float32 about 150 bytes are moved for a box, and 20 operations done for each pair that the grid
+// leaves: with a threshold of 0.5 those closer than half a side, some hundred for a box among 100,000 in a field of 20
+// by 20 sides.
 //
-// Sorted by score, a box's rank is its place in the order of visits. prepare_kernel brings the boxes into that order and
-// counts those in each cell of a grid; scan_kernel adds up the counts; scatter_kernel puts the boxes in order of cells,
-// where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a warp a box;
+// Sorted by score, a box's rank is its place in the order of visits. prepare_kernel brings the boxes into that order
+// and counts those in each cell of a grid; scan_kernel adds up the counts; scatter_kernel puts the boxes in order of
+// cells, where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a warp a box;
 // compact_kernel writes the indices of those kept. Few boxes need no grid, and with a threshold below zero none helps:
 // then the entries are in order of rank, and what may suppress a box is all that is before it.
 //
-// Why resolve_kernel is right: a box is kept if and only if no kept box of a lower rank suppresses it. Its status is final
-// once written, and written once all boxes of lower rank that suppress it are final or one of them is kept; so by
+// Why resolve_kernel is right: a box is kept if and only if no kept box of a lower rank suppresses it. Its status is
+// final once written, and written once all boxes of lower rank that suppress it are final or one of them is kept; so by
 // induction over ranks there is one result, whatever the timing, and a status that is read too early only costs time.
-// Why it ends: warps draw ranks in order, so the lowest rank that is undecided is always in a running warp, and waits for
-// none. No block needs another one to be resident, and nothing is launched or read back in between.
+// Why it ends: warps draw ranks in order, so the lowest rank that is undecided is always in a running warp, and waits
+// for none. No block needs another one to be resident, and nothing is launched or read back in between.
 #include "nms.h"
 
 #include <tuple>
@@ -22,13 +23,13 @@
 
 #include "elementwise.cuh"
 #include "launch.cuh"
+#include "scan.cuh"
 
 namespace extension_cpp {
 namespace {
 
-constexpr int kThreads = 256, kScanThreads = 1024, kWarp = 32, kSample = 512;
-constexpr int64_t kFewBoxes = 4096, kMostCells = 1 << 22, kColumnsPerRow = 8, kGroups = 64, kParts = 64;
-constexpr unsigned kAll = 0xffffffff;
+constexpr int kThreads = 256, kSample = 512;
+constexpr int64_t kFewBoxes = 4096, kMostCells = 1 << 22, kColumnsPerRow = 8, kGroups = 64;
 
 constexpr uint32_t kNone = 0xffffffff;
 enum : uint32_t { kUndecided = 0, kDropped = 1, kKept = 2 };  // The low two bits of a status; above them is the rank.
@@ -38,8 +39,8 @@ struct Source {
   template <class V>
   __device__ Box<V> box(int64_t index) const {
     const T* at = boxes + index * down;
-    return {static_cast<V>(at[0]), static_cast<V>(at[along]), static_cast<V>(at[2 * along]),
-            static_cast<V>(at[3 * along])};
+    return {
+        static_cast<V>(at[0]), static_cast<V>(at[along]), static_cast<V>(at[2 * along]), static_cast<V>(at[3 * along])};
   }
 
   const T* boxes;
@@ -175,7 +176,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
       return;
     }
     const int64_t class_of_box = classes.values ? classes.values[index * classes.stride] : 0;
-    const uint32_t cell = first_cell<V>(cells, class_of_box, grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
+    const uint32_t cell =
+        first_cell<V>(cells, class_of_box, grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
     work.cell[rank] = cell;
     work.place[rank] = atomicAdd(work.counts + cell, 1u);
     raise(work.greatest_side, box.x2 - box.x1);
@@ -185,46 +187,6 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     work.status[rank] = rank << 2;
     if (classes.values) work.classes[rank] = classes.values[index * classes.stride];
   }
-}
-
-// The sum over the threads before this one, and in `total` over all of the block. All threads call it.
-__device__ uint32_t block_scan(uint32_t value, uint32_t& total) {
-  __shared__ uint32_t sums[kScanThreads / kWarp];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint32_t inclusive = value;
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
-  __syncthreads();  // The last call's sums have been read.
-  if (lane == kWarp - 1) sums[warp] = inclusive;
-  __syncthreads();
-  uint32_t before = 0;
-  total = 0;
-  for (int w = 0; w < kScanThreads / kWarp; ++w) {
-    if (w == warp) before = total;
-    total += sums[w];
-  }
-  return before + inclusive - value;
-}
-
-// Each block adds up the counts that lie before its own part: more reads than a scan needs, but no waiting.
-__global__ void __launch_bounds__(kScanThreads, 1)
-    scan_kernel(const uint32_t* counts, uint32_t* starts, int64_t cells, int64_t part) {
-  const int64_t begin = blockIdx.x * part, end = min(begin + part, cells);
-  uint32_t sum = 0, total;
-  for (int64_t i = threadIdx.x; i < begin / 4; i += kScanThreads) {
-    const uint4 four = reinterpret_cast<const uint4*>(counts)[i];
-    sum += four.x + four.y + four.z + four.w;
-  }
-  block_scan(sum, total);
-  uint32_t before = total;
-  for (int64_t at = begin + threadIdx.x; at - threadIdx.x < end; at += kScanThreads) {
-    const uint32_t exclusive = block_scan(at < end ? counts[at] : 0, total);
-    if (at < end) starts[at] = before + exclusive;
-    before += total;
-  }
-  if (end == cells && threadIdx.x == 0) starts[cells] = before;
 }
 
 template <class V>
@@ -323,34 +285,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// The indices of the kept boxes in order of rank, then -1, and how many there are. As scan_kernel.
-__global__ void __launch_bounds__(kScanThreads, 1)
-    compact_kernel(const uint8_t* keep, const int64_t* order, int64_t n, int64_t part, int64_t* indices, int64_t* count) {
-  const int64_t begin = blockIdx.x * part, end = min(begin + part, n);
-  uint32_t sum = 0, sum_before = 0, kept, before, total;
-  for (int64_t i = threadIdx.x; i < (n + 15) / 16; i += kScanThreads) {
-    const uint4 sixteen = reinterpret_cast<const uint4*>(keep)[i];
-    const uint32_t ones = __popc(sixteen.x) + __popc(sixteen.y) + __popc(sixteen.z) + __popc(sixteen.w);
-    sum += ones;
-    if (i < begin / 16) sum_before += ones;
-  }
-  block_scan(sum, kept);
-  block_scan(sum_before, before);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *count = kept;
-  for (int64_t rank = begin + threadIdx.x; rank - threadIdx.x < end; rank += kScanThreads) {
-    const bool is_kept = rank < end && keep[rank];
-    const uint32_t exclusive = block_scan(is_kept, total);
-    if (is_kept) indices[before + exclusive] = order[rank];
-    if (rank < end && rank >= kept) indices[rank] = -1;
-    before += total;
-  }
-}
-
-// A part for each block, a multiple of what the block takes at a time.
-int64_t part_of(int64_t n) {
-  return ceil_div(ceil_div(n, kParts), kScanThreads) * kScanThreads;
-}
-
 Cells cells_for(int64_t n, bool batched) {
   Cells cells;
   cells.groups = batched ? kGroups : 1;
@@ -380,7 +314,7 @@ void select(
 
   launch.zero(work.ticket, work.zeroed);
   if (has_grid) {
-    const int64_t count = cells.count(), part = part_of(count);
+    const int64_t count = cells.count(), part = scan_part(count);
     launch(prepare_kernel<true, V, T>, blocks, kThreads, 0, source, order, classes, n, threshold, cells, work);
     launch(scan_kernel, ceil_div(count, part), kScanThreads, 0, work.counts, work.starts, count, part);
     launch(scatter_kernel<V>, blocks, kThreads, 0, order, classes, n, work);
@@ -391,7 +325,7 @@ void select(
   auto* resolve = has_grid ? (batched ? resolve_kernel<true, true, V> : resolve_kernel<true, false, V>)
                            : (batched ? resolve_kernel<false, true, V> : resolve_kernel<false, false, V>);
   launch(resolve, ceil_div(n, ranks * (kThreads / kWarp)), kThreads, 0, n, ranks, threshold, cells, work);
-  const int64_t part = part_of(n);
+  const int64_t part = scan_part(n);
   launch(
       compact_kernel, ceil_div(n, part), kScanThreads, 0, work.keep, order, n, part,
       out.indices.mutable_data_ptr<int64_t>(), out.count.mutable_data_ptr<int64_t>());
