@@ -13,7 +13,7 @@
 // Why resolve_kernel is right: a box is kept if and only if no kept box of a lower rank suppresses it. Its status is
 // final once written, and written once all boxes of lower rank that suppress it are final or one of them is kept; so by
 // induction over ranks there is one result, whatever the timing, and a status that is read too early only costs time.
-// Why it ends: warps draw ranks in order, so the lowest rank that is undecided is always in a running warp, and waits
+// Why it ends: blocks draw ranks in order, so the lowest rank that is undecided is always in a running warp, and waits
 // for none. No block needs another one to be resident, and nothing is launched or read back in between.
 #include "nms.h"
 
@@ -268,21 +268,22 @@ __device__ bool is_kept(const Threshold<V>& threshold, const Cells& cells, const
   }
 }
 
-// A warp draws `ranks` consecutive ranks.
+// A block draws as many ranks as it has warps. Without a bound on the blocks of a multiprocessor ptxas would spill
+// registers for a rounder number of them.
 template <bool kGrid, bool kBatched, class V>
-__global__ void __launch_bounds__(kThreads, 4)
-    resolve_kernel(int64_t n, uint32_t ranks, Threshold<V> threshold, Cells cells, Work<V> work) {
-  const bool leads = threadIdx.x % kWarp == 0;
-  uint32_t first = leads ? atomicAdd(work.ticket, ranks) : 0;
-  first = __shfl_sync(kAll, first, 0);
-  for (uint32_t rank = first; rank < first + ranks && rank < n; ++rank) {
-    const uint32_t place = work.place[rank];
-    if (place == kNone) continue;
-    const bool kept = is_kept<kGrid, kBatched>(threshold, cells, work, rank);
-    if (!leads) continue;
-    *static_cast<volatile uint32_t*>(work.status + place) = rank << 2 | (kept ? kKept : kDropped);
-    work.keep[rank] = kept;
-  }
+__global__ void __launch_bounds__(kThreads, 1)
+    resolve_kernel(int64_t n, Threshold<V> threshold, Cells cells, Work<V> work) {
+  __shared__ uint32_t first;
+  if (threadIdx.x == 0) first = atomicAdd(work.ticket, kThreads / kWarp);
+  __syncthreads();
+  const uint32_t rank = first + threadIdx.x / kWarp;
+  if (rank >= n) return;
+  const uint32_t place = work.place[rank];
+  if (place == kNone) return;
+  const bool kept = is_kept<kGrid, kBatched>(threshold, cells, work, rank);
+  if (threadIdx.x % kWarp != 0) return;
+  *static_cast<volatile uint32_t*>(work.status + place) = rank << 2 | (kept ? kKept : kDropped);
+  work.keep[rank] = kept;
 }
 
 Cells cells_for(int64_t n, bool batched) {
@@ -321,10 +322,9 @@ void select(
   } else {
     launch(prepare_kernel<false, V, T>, blocks, kThreads, 0, source, order, classes, n, threshold, cells, work);
   }
-  const uint32_t ranks = n > 8 * kFewBoxes ? 4 : 1;  // So many warps would wait for each other at the ticket.
   auto* resolve = has_grid ? (batched ? resolve_kernel<true, true, V> : resolve_kernel<true, false, V>)
                            : (batched ? resolve_kernel<false, true, V> : resolve_kernel<false, false, V>);
-  launch(resolve, ceil_div(n, ranks * (kThreads / kWarp)), kThreads, 0, n, ranks, threshold, cells, work);
+  launch(resolve, ceil_div(n, kThreads / kWarp), kThreads, 0, n, threshold, cells, work);
   const int64_t part = scan_part(n);
   launch(
       compact_kernel, ceil_div(n, part), kScanThreads, 0, work.keep, order, n, part,
