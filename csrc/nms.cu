@@ -146,7 +146,6 @@ __device__ Grid<V> fit(const Source<T>& source, int64_t n, const Threshold<V>& t
   return {Axis<V>::fit(low[0], -low[2], cells.columns), Axis<V>::fit(low[1], -low[3], cells.rows)};
 }
 
-template <class V>
 __device__ __forceinline__ int64_t first_cell(const Cells& cells, int64_t class_of_box, int row) {
   return (static_cast<uint64_t>(class_of_box) % cells.groups * cells.rows + row) * cells.columns;
 }
@@ -176,8 +175,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
       return;
     }
     const int64_t class_of_box = classes.values ? classes.values[index * classes.stride] : 0;
-    const uint32_t cell =
-        first_cell<V>(cells, class_of_box, grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
+    const uint32_t cell = first_cell(cells, class_of_box, grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
     work.cell[rank] = cell;
     work.place[rank] = atomicAdd(work.counts + cell, 1u);
     raise(work.greatest_side, box.x2 - box.x1);
@@ -245,7 +243,7 @@ __device__ bool is_kept(const Threshold<V>& threshold, const Cells& cells, const
       for (int row = grid.y.cell(top); row < end; row += kWarp) {
         uint2 run = {0, 0};  // A lane looks up a row.
         if (row + static_cast<int>(lane) < end) {
-          const uint32_t* starts = work.starts + first_cell<V>(cells, class_of_box, row + lane);
+          const uint32_t* starts = work.starts + first_cell(cells, class_of_box, row + lane);
           run = {starts[first], starts[last + 1]};
         }
         for (int k = 0; k < min(kWarp, end - row); ++k) {
@@ -255,14 +253,15 @@ __device__ bool is_kept(const Threshold<V>& threshold, const Cells& cells, const
     } else {
       if (visit(0, rank)) return false;
     }
-    while (__any_sync(kAll, waiting != kNone)) {
+    for (bool waits = __any_sync(kAll, waiting != kNone); waits;) {
       if (waiting != kNone) {
         const uint32_t decision = *static_cast<volatile uint32_t*>(work.status + waiting_for) & 3;
         dropped = decision == kKept;
         if (decision != kUndecided) waiting = kNone;
       }
       if (__any_sync(kAll, dropped)) return false;
-      __nanosleep(20);
+      waits = __any_sync(kAll, waiting != kNone);
+      if (waits) __nanosleep(20);
     }
     if (!__any_sync(kAll, more)) return true;
   }
