@@ -230,10 +230,21 @@ class TestAgainstTheDefinition:
         assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
 
     @pytest.mark.parametrize(
-        "scale, iou_threshold", [(1e-3, 0.02), (1, 0.2), (1e3, 0.5), (1e6, 0.75), (1e17, 0.95), (1, 0.5), (1e6, 0.2)]
+        "scale, iou_threshold",
+        [
+            (1e-3, 0.02),
+            (1, 0.2),
+            (1e3, 0.5),
+            (1e6, 0.75),
+            (1e17, 0.95),
+            (1, 0.5),
+            (1e6, 0.2),
+            (1e-22, 0.5),
+            (3e-24, 0.9),
+        ],
     )
     def test_scales(self, device, scale, iou_threshold):
-        """Sides over four orders of magnitude, near the origin and far from it."""
+        """Sides over four orders of magnitude, near the origin and far from it; areas that overflow and underflow."""
         generator = torch.Generator().manual_seed(3)
         centres = torch.rand(4200, 2, generator=generator, dtype=torch.float64) * 300 + (1e5 if scale == 1 else 0)
         half = 10 ** (4 * torch.rand(4200, 2, generator=generator, dtype=torch.float64) - 2)
