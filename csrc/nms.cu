@@ -64,14 +64,15 @@ struct Grid {
   Axis<V> x, y;
 };
 
-// Device memory, of one allocation.
+// Device memory, of one allocation; without a base, only how much of it.
 template <class V>
 struct Work {
   using Bits = std::conditional_t<sizeof(V) == 4, unsigned, unsigned long long>;
 
-  Work(char* base, int64_t n, const Cells& cells, bool batched) {
+  Work(void* base, int64_t n, const Cells& cells, bool batched) {
+    const auto address = reinterpret_cast<uintptr_t>(base);
     auto take = [&](auto*& array, int64_t count) {
-      array = reinterpret_cast<std::decay_t<decltype(array)>>(base + bytes);
+      array = reinterpret_cast<std::decay_t<decltype(array)>>(address + bytes);
       bytes += (count * sizeof(*array) + 255) / 256 * 256;
     };
     const bool has_grid = cells.count() > 1;
@@ -308,7 +309,7 @@ void select(
   const Cells cells = has_grid ? cells_for(n, batched) : Cells{};
   const int64_t bytes = Work<V>(nullptr, n, cells, batched).bytes;
   const Tensor memory = torch::stable::new_empty(*boxes.tensor, {bytes}, torch::headeronly::ScalarType::Byte);
-  const Work<V> work(static_cast<char*>(memory.mutable_data_ptr()), n, cells, batched);
+  const Work<V> work(memory.mutable_data_ptr(), n, cells, batched);
   const Source<T> source{static_cast<const T*>(boxes.tensor->const_data_ptr()), boxes.strides[0], boxes.strides[1]};
   const int64_t* order = order_of.const_data_ptr<int64_t>();
 

@@ -97,6 +97,7 @@ struct Threshold {
     // A V is greater than the threshold where it is greater than the greatest V that isn't.
     if (iou > threshold) iou = std::nextafter(iou, -Limits<V>::infinity);
     if (!prunes) return;
+    threshold = std::abs(threshold);  // 1 / -0.0 is not what is meant.
     factor = static_cast<V>(std::max({0.0, 2 - 2 * threshold, 1 / threshold - 1}));
     least_area = static_cast<V>((sizeof(V) == 4 ? 0x1p-100 : 0x1p-960) / threshold);
   }

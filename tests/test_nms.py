@@ -23,7 +23,7 @@ except Exception:  # Absent, or made for another torch.
     torchvision = None
 
 INF, NAN = float("inf"), float("nan")
-THRESHOLDS = [0.5, 0.0, 1.0, 0.25, 1 / 3, 0.1, 0.7, 1e-20, -0.1, 2.0, INF, -INF, NAN]
+THRESHOLDS = [0.5, 0.0, -0.0, 1.0, 0.25, 1 / 3, 0.1, 0.7, 1e-20, -0.1, 2.0, INF, -INF, NAN]
 needs_torchvision = pytest.mark.skipif(torchvision is None, reason="torchvision is not installed")
 
 
@@ -211,7 +211,7 @@ class TestAgainstTheDefinition:
     def test_sizes(self, device, n):
         for seed, (boxes, scores) in enumerate((grid_boxes(n), random_boxes(n, 300), clustered_boxes(n, 20))):
             boxes, scores = boxes.float().to(device), scores.float().to(device)
-            for iou_threshold in (0.5, (0.0, 0.3, -0.5)[seed]):
+            for iou_threshold in (0.5, (-0.0, 0.3, -0.5)[seed]):
                 want = plain_nms(boxes, scores, iou_threshold)
                 assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
 

@@ -38,8 +38,9 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
     Not differentiable: while gradients are recorded, no argument may require one.
 
-    The size of the result depends on the values, so on CUDA a call waits for the device, once. In a CUDA graph use
-    :func:`nms_padded`.
+    The size of the result depends on the values, so on CUDA a call waits for the device, once; in a CUDA graph use
+    :func:`nms_padded`. ``torch.compile(fullgraph=True)`` takes such a function where
+    ``torch._dynamo.config.capture_dynamic_output_shape_ops`` is true.
 
     Raises:
         RuntimeError: if a shape, dtype or device is not as above.
