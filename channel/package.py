@@ -93,6 +93,9 @@ def choose_channel(dist: Path) -> tuple[str, LocalChannel | None]:
         if wanted or answers(f"{url}noarch/repodata.json.zst"):
             console.print(f"channel: conda-forge ({'CHANNEL says so' if wanted else 'it answers'})")
             return "conda-forge", None
+    # Two checkouts make packages of one name: each unpacks them in a place of its own.
+    os.environ.setdefault("RATTLER_CACHE_DIR", str(dist.resolve() / "cache"))
+    if wanted == "":
         console.print(
             f"channel: local, in {relative(local.root)} (conda-forge does not answer; CHANNEL=conda-forge to insist)"
         )

@@ -27,6 +27,7 @@ env = pytest.importorskip("channel.env")
 package = pytest.importorskip("channel.package")
 
 CHANNEL = ROOT / "dist" / "channel"
+os.environ["RATTLER_CACHE_DIR"] = str(ROOT / "dist" / "cache")  # As `make package` has it, wherever a test builds.
 
 
 def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
