@@ -256,6 +256,8 @@ class Contract:
         if torch.version.cuda is None:
             pytest.skip("this torch was built without CUDA")
         op = self.op
+        # Up to then AOTAutograd takes no inputs that are fake already.
+        backend = "aot_eager" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "eager"
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
             real = run(op, op.function, map_tensors(clone, args))
@@ -263,7 +265,7 @@ class Contract:
                 fake = map_tensors(
                     lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args
                 )
-                compiled = torch.compile(op.function, backend="aot_eager", fullgraph=True)
+                compiled = torch.compile(op.function, backend=backend, fullgraph=True)
                 self.compare_fake(real, run(op, op.function, fake), "cuda", f"for {describe(args)}")
                 self.compare_fake(real, run(op, compiled, fake), "cuda", f"compiled for {describe(args)}")
 
