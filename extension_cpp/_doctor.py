@@ -1,0 +1,335 @@
+"""Finds out why something is not as fast or as native as it could be: one function a cause, over the facts."""
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from extension_cpp import _loader
+from extension_cpp._facts import Facts, Gpu, Library
+from extension_cpp._origin import NAME, pip, remover
+
+# The functions of torch's stable shim that came after 2.10, by the release that has them first.
+NEWER = {
+    "2.11": r"torch_from_blob|torch_dtype_float(4_e2m1fn_x2|8_e8m0fnu)",
+    "2.12": r"torch_tag_\w+|torch_library_def_with_tags|aoti_torch_dtype_float(4_e2m1fn_x2|8_e8m0fnu)",
+    "2.13": r"torch_\w*(generator|stable_ivalue|exception)\w*|torch_library_set_python_module|torch_stream_native_handle",
+    "2.14": r"torch_has_storage|torch_mps_set_arg_bytes|torch_tensor_(from|to)_pyobject",
+}
+DRIVERS = {12: 525, 13: 580}  # The first driver that serves a CUDA of that major version.
+
+
+@dataclass
+class Finding:
+    name: str
+    """For machines: stays when words change."""
+    what: str
+    how: str
+    """The numbers, paths and versions that it was seen by."""
+    mend: str
+    """A command."""
+
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    findings = [finding for check in CHECKS for finding in check(facts)]
+    return findings + list(unexplained(facts, findings))
+
+
+def report(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
+    """All of it, for --json."""
+    return {"findings": [asdict(f) for f in findings], "unread": facts.unread, "facts": asdict(facts)}
+
+
+# What mends: by conda where conda has installed it, else by pip.
+
+
+def conda(facts: Facts, *specs: str, options: str = "") -> str:
+    channel = f"-c {facts.origin.source} " if facts.origin.kind == "conda" else ""
+    wanted = " ".join(shlex.quote(spec) for spec in specs)
+    return f"conda install -p {facts.prefix} {channel}-c conda-forge {options}{wanted}"
+
+
+def install_torch(facts: Facts, build: str = "", cuda: int | None = None) -> str:
+    """A torch that is new enough, in conda's build or from PyTorch's index for a CUDA major version."""
+    if facts.conda and (facts.torch is None or facts.prefix in facts.torch.folder.parents):
+        return conda(facts, f"pytorch>=2.10=*{build}*" if build else "pytorch>=2.10")
+    if cuda is None:
+        return pip("install --upgrade 'torch>=2.10'")
+    index = f"https://download.pytorch.org/whl/{'cu130' if cuda >= 13 else 'cu128'}"
+    return pip(f"install --force-reinstall 'torch>=2.10' --index-url {index}")
+
+
+def install_package(facts: Facts, build: str = "", same: bool = True, **variables: str) -> str:
+    """The package again; with `build`, in that variant; if not the `same` file will do, compiled here."""
+    origin = facts.origin
+    if origin.kind == "conda":
+        again = f"{NAME}=*={build}*" if build else f"{NAME}={facts.version}"
+        return conda(facts, again, options="" if build else "--force-reinstall ")
+    if build.startswith("cuda"):
+        variables["USE_CUDA"] = "1"
+    settings = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
+    if origin.kind == "source":
+        return f"cd {origin.source} && {settings}{pip('install --no-build-isolation --no-deps -e .')}"
+    if origin.source and same and not settings:
+        return pip(f"install --force-reinstall --no-deps {origin.source}")
+    if facts.conda and origin.kind == "unknown" and not settings:
+        return conda(facts, NAME, options="--force-reinstall ")
+    return f"in a checkout of {NAME} {facts.version}: {settings}{pip('install --force-reinstall --no-deps .')}"
+
+
+def cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def show_gpus(facts: Facts) -> str:
+    return ", ".join(f"{gpu.name} (architecture {gpu.arch})" for gpu in facts.gpus)
+
+
+# The checks.
+
+
+def torch_is_there(facts: Facts) -> Iterator[Finding]:
+    if facts.torch is None:
+        how = f"{sys.executable} finds no torch in the {len(sys.path)} folders of sys.path"
+        yield Finding("no-torch", "PyTorch is not installed", how, install_torch(facts))
+    elif not facts.torch.number:
+        what = "PyTorch is damaged"
+        yield Finding(
+            "torch-fails", what, f"{facts.torch.folder} has no version.py that says which it is", install_torch(facts)
+        )
+    elif facts.torch.number < _loader.MINIMUM_TORCH:
+        how = f"torch {facts.torch.version} in {facts.torch.folder}; the libraries need the stable ABI of 2.10"
+        yield Finding("old-torch", "PyTorch is older than 2.10", how, install_torch(facts))
+    elif (error := facts.probe.get("torch_error", "")) and not missing_openmp(error):
+        yield Finding("torch-fails", f"PyTorch {facts.torch.version} can't be imported", error, install_torch(facts))
+
+
+def libraries_are_whole(facts: Facts) -> Iterator[Finding]:
+    for library in facts.libraries:
+        if library.damage:
+            what, how = f"{library.path.name} is damaged", f"{library.path}: {library.damage}"
+            yield Finding("damaged", what, how, install_package(facts, built_as(facts)))
+        elif library.platform.split()[0] != facts.platform.split()[0] or (
+            " " in library.platform and library.platform != facts.platform
+        ):
+            what = f"{library.path.name} is of another platform"
+            how = f"{library.path} is for {library.platform}, this is {facts.platform}"
+            yield Finding("other-platform", what, how, install_package(facts, same=False))
+    if facts.library("_C") is None and facts.origin.kind != "just in time":
+        what = "the package has no library _C: it was not compiled, or not copied as a whole"
+        yield Finding("no-library", what, f"{facts.package} has no _C.*", install_package(facts))
+    known = {library.path.name for library in facts.libraries if library.damage}
+    changed = [words for words in facts.origin.altered if words.split()[0] not in known]
+    if changed:
+        what = "files of the package are not those that were installed"
+        how = f"{', '.join(changed)} in {facts.package}, by the hashes of its {facts.origin.kind} record"
+        yield Finding("altered", what, how, install_package(facts))
+
+
+def built_as(facts: Facts) -> str:
+    """The variant that the package was meant to be: that of its CUDA library where it has one."""
+    return "cuda" if facts.library("_C_cuda") and facts.origin.kind != "conda" else ""
+
+
+def one_copy(facts: Facts) -> Iterator[Finding]:
+    if not facts.others:
+        return
+    others = ", ".join(map(str, facts.others))
+    checkout = (facts.package.parent / "setup.py").exists()
+    what = f"a source checkout hides the package in {others}" if checkout else f"this copy hides another in {others}"
+    how = f"Python takes {facts.package}, which comes first on sys.path"
+    mend = f"cd / and run again; if that is no help, unset PYTHONPATH, or {pip(f'uninstall {NAME}')}"
+    if not checkout:
+        mend = f"rm -r {facts.package}" if facts.origin.kind == "unknown" else pip(f"uninstall {NAME}")
+    yield Finding("shadowed", what, how, mend)
+
+
+def symbols_are_there(facts: Facts) -> Iterator[Finding]:
+    torch = facts.torch
+    if torch is None or torch.number < _loader.MINIMUM_TORCH:
+        return
+    for library in facts.libraries:
+        if library.undefined and (library.path.stem != "_C_cuda" or torch.cuda):
+            names = library.undefined
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            owners = {name: who_has(name) for name in names}
+            newest = max((o for o in owners.values() if o), key=lambda v: tuple(map(int, v.split("."))), default=None)
+            unknown = [name for name, owner in owners.items() if owner is None]
+            has = f"torch {newest} is the first that has {'them' if not unknown else 'some of them'}" if newest else ""
+            none = f"no release of torch that is known here has {', '.join(unknown[:4])}" if unknown else ""
+            how = f"{listed} in no library of {torch.folder / 'lib'}; {'; '.join(filter(None, (has, none)))}"
+            what = f"{library.path.name} needs symbols that torch {torch.version} doesn't have"
+            mend = install_package(facts, built_as(facts), same=False)
+            if newest and not unknown:
+                mend = install_torch(facts).replace(">=2.10", f">={newest}")
+            yield Finding("undefined-symbols", what, how, mend)
+
+
+def who_has(symbol: str) -> str | None:
+    """The first release of torch with a function that came after 2.10, or None where that is not known."""
+    return next((version for version, names in NEWER.items() if re.fullmatch(names, symbol)), None)
+
+
+def cuda_build(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus and not any(library.path.stem == "_C_cuda" for library in facts.libraries):
+        how = f"{show_gpus(facts)}; {facts.package} has no _C_cuda.so"
+        build = f"cuda{served // 1000}" if (served := facts.driver) else "cuda"
+        mend = install_package(facts, build)
+        yield Finding("cpu-build", f"this is the CPU build of {NAME}, on a machine with a GPU", how, mend)
+
+
+def cuda_torch(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus and facts.torch and facts.torch.cuda is None:
+        how = f"{show_gpus(facts)}; torch {facts.torch.version} in {facts.torch.folder} was built without CUDA"
+        mend = install_torch(facts, "cuda", (facts.driver or 13000) // 1000)
+        yield Finding("cpu-torch", "PyTorch is a build without CUDA, on a machine with a GPU", how, mend)
+
+
+def driver(facts: Facts) -> Iterator[Finding]:
+    if facts.driver_error:
+        what = "there is an NVIDIA driver, but it doesn't answer"
+        yield Finding(
+            "driver-fails", what, facts.driver_error, "sudo reboot; if that is no help, install the driver anew"
+        )
+    if facts.driver is None:
+        return
+    name = f"driver {facts.driver_name}" if facts.driver_name else "the driver"
+    served, major = cuda_version(facts.driver), facts.driver // 1000
+    library = facts.library("_C_cuda")
+    torch = facts.torch.cuda if facts.torch else None
+    if torch and int(torch.split(".")[0]) > major:
+        mend = f"{update_driver(torch)}; or {install_torch(facts, f'cuda{major}', major)}"
+        how = f"{name} serves CUDA {served} at most, torch {facts.torch.version} was built with {torch}"  # type: ignore[union-attr]
+        yield Finding("driver-torch", "the NVIDIA driver is too old for PyTorch", how, mend)
+    if library and library.cuda // 1000 > major:
+        built = cuda_version(library.cuda)
+        mend = f"{update_driver(built)}; or {install_package(facts, f'cuda{major}')}"
+        how = f"{name} serves CUDA {served} at most, {library.path} was built with {built}"
+        yield Finding("driver-library", "the NVIDIA driver is too old for the CUDA runtime in _C_cuda.so", how, mend)
+
+
+def update_driver(cuda: str) -> str:
+    major = int(cuda.split(".")[0])
+    needed = next((number for known, number in sorted(DRIVERS.items()) if known >= major), 580)
+    return f"install an NVIDIA driver >= {needed}, on Ubuntu: sudo ubuntu-drivers install nvidia:{needed}"
+
+
+def architectures(facts: Facts) -> Iterator[Finding]:
+    library = facts.library("_C_cuda")
+    if library is None or not library.architectures:
+        return
+    for gpu in {gpu.arch: gpu for gpu in facts.gpus}.values():
+        code, ptx = serves(library, gpu)
+        if code:
+            continue
+        how = f"{gpu.name} is of architecture {gpu.arch}, {library.path} has {', '.join(library.architectures)}"
+        what = f"{library.path.name} has no code for {gpu.name}"
+        if ptx:
+            what += ": the driver compiles its PTX at the first call"
+        listed = ";".join([*library.architectures, gpu.arch] if gpu.architecture >= (7, 5) else [gpu.arch])
+        mend = install_package(facts, "", TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
+        if facts.origin.kind == "conda":  # No package of any channel has it.
+            settings = f"TORCH_CUDA_ARCH_LIST='{listed}' USE_CUDA=1"
+            mend = f"in a checkout of {NAME} {facts.version}: {settings} {pip('install --force-reinstall --no-deps .')}"
+        if gpu.architecture < (7, 5):
+            mend += " (with nvcc of CUDA 12)"
+        yield Finding("architecture", what, how, mend)
+
+
+def serves(library: Library, gpu: Gpu) -> tuple[bool, bool]:
+    """Whether a GPU can run the library's machine code, and whether its driver can compile its PTX."""
+    code = ptx = False
+    for name in library.architectures:
+        match = re.match(r"(\d+)\.(\d)([af]?)", name)
+        if match:
+            built = int(match[1]), int(match[2])
+            same = built == gpu.architecture
+            code |= same if match[3] == "a" else built[0] == gpu.architecture[0] and built <= gpu.architecture
+            ptx |= name.endswith("+PTX") and (same if match[3] else built <= gpu.architecture)
+    return code, ptx
+
+
+def missing_openmp(error: str) -> str:
+    match = re.search(r"(lib(?:gomp|iomp5|omp)[\w.-]*): cannot open shared object file", error)
+    return match[1] if match else ""
+
+
+def openmp(facts: Facts) -> Iterator[Finding]:
+    if name := missing_openmp(facts.probe.get("torch_error", "")):
+        what = f"PyTorch's OpenMP runtime {name} is missing"
+        again = conda(facts, "_openmp_mutex", options="--force-reinstall ") if facts.conda else ""
+        mend = again or pip(f"install --force-reinstall --no-deps torch=={facts.torch.version if facts.torch else ''}")
+        yield Finding("openmp-missing", what, facts.probe["torch_error"], mend)
+    found = facts.probe.get("openmp")
+    if found == []:
+        what = "no OpenMP runtime is loaded: CPU kernels run on one thread"
+        yield Finding(
+            "openmp-missing", what, "torch was imported and no libgomp, libiomp5 or libomp mapped", install_torch(facts)
+        )
+    elif found and len(found) > 1:
+        torch = [path for path in found if facts.torch and facts.torch.folder.parent in Path(path).parents]
+        extra = [path for path in found if path not in (torch or found[:1])]
+        what = f"{len(found)} OpenMP runtimes in one process: their threads compete, and results may be wrong"
+        how = f"torch and {NAME} were imported, and these are mapped: {', '.join(found)}"
+        yield Finding("openmp-mixed", what, how, remover(Path(extra[0]), facts.prefix))
+
+
+def solver(facts: Facts) -> Iterator[Finding]:
+    for wish in facts.wishes if facts.gpus else ():
+        what = "conda's solver was told to prefer CPU, on a machine with a GPU"
+        then = conda(facts, f"{NAME}=*=cuda*", "pytorch=*=cuda*")
+        yield Finding(
+            "solver",
+            what,
+            f"{wish.where}: {wish.what}; {show_gpus(facts)}",
+            f"{wish.undo} && {then}" if wish.undo else then,
+        )
+
+
+def settings(facts: Facts) -> Iterator[Finding]:
+    if facts.simd != facts.simd_possible:
+        what = f"the CPU kernels are held to {facts.simd}, and this machine has {facts.simd_possible}"
+        yield Finding("simd", what, "the environment variable EXTENSION_CPP_SIMD", "unset EXTENSION_CPP_SIMD")
+
+
+def unexplained(facts: Facts, findings: list[Finding]) -> Iterator[Finding]:
+    """What doesn't work without any of the causes above: in its own words."""
+    found = {finding.name for finding in findings}
+    if facts.probe.get("died"):
+        what = f"importing torch and {NAME} ended the process"
+        yield Finding("died", what, facts.probe["died"], install_package(facts, built_as(facts)))
+    harmless = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}
+    causes = found - harmless
+    if (error := facts.probe.get("error")) and not causes:
+        yield Finding("import-fails", f"{NAME} can't be imported", error, install_package(facts))
+    errors = facts.probe.get("load_errors", {})
+    if facts.library("_C_cuda") and not causes:
+        for library, error in errors.items():
+            yield Finding("not-loaded", f"{library} is not loaded", error, install_package(facts, built_as(facts)))
+    if facts.gpus and facts.probe.get("cuda_devices") == 0 and not causes & {"driver-torch", "driver-fails"}:
+        how = f"{show_gpus(facts)}; torch.cuda.is_available() is false: {facts.probe['cuda_said'] or 'it does not say why'}"
+        if hidden := facts.visible_devices is not None:
+            how += f"; CUDA_VISIBLE_DEVICES is '{facts.visible_devices}'"
+        mend = "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi"
+        yield Finding("hidden-gpu", "PyTorch sees no GPU", how, mend)
+
+
+CHECKS: list[Check] = [
+    torch_is_there,
+    libraries_are_whole,
+    one_copy,
+    symbols_are_there,
+    cuda_build,
+    cuda_torch,
+    driver,
+    architectures,
+    openmp,
+    solver,
+    settings,
+]
