@@ -273,11 +273,12 @@ def openmp(facts: Facts) -> Iterator[Finding]:
             "openmp-missing", what, "torch was imported and no libgomp, libiomp5 or libomp mapped", install_torch(facts)
         )
     elif found and len(found) > 1:
-        torch = [path for path in found if facts.torch and facts.torch.folder.parent in Path(path).parents]
-        extra = [path for path in found if path not in (torch or found[:1])]
+        own = facts.torch.folder if facts.torch else Path()
+        homes = {own.resolve(), (own / "lib").resolve(), own.with_name("torch.libs").resolve(), facts.prefix / "lib"}
+        extra = [path for path in found if Path(path).parent not in homes and own.resolve() not in Path(path).parents]
         what = f"{len(found)} OpenMP runtimes in one process: their threads compete, and results may be wrong"
         how = f"torch and {NAME} were imported, and these are mapped: {', '.join(found)}"
-        yield Finding("openmp-mixed", what, how, remover(Path(extra[0]), facts.prefix))
+        yield Finding("openmp-mixed", what, how, remover(Path((extra or found)[-1]), facts.prefix))
 
 
 def solver(facts: Facts) -> Iterator[Finding]:

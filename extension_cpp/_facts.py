@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,11 @@ def gather() -> Facts:
     facts.conda = (facts.prefix / "conda-meta").is_dir()
     for path in sorted(facts.package.glob("_C*")):
         if path.suffix in (".so", ".pyd", ".dll", ".dylib"):
-            facts.libraries.append(read(path.name, lambda path=path: read_library(path, facts), Library(path)))
-    facts.others = read("other copies", lambda: other_copies(facts.package), [])
+            facts.libraries.append(read(path.name, partial(read_library, path, facts), Library(path)))
+    facts.others = read("other copies", partial(other_copies, facts.package), [])
     facts.driver = _loader.driver_version()
     facts.visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    read("the GPUs", lambda: read_gpus(facts))
+    read("the GPUs", partial(read_gpus, facts))
     if facts.conda:
         facts.wishes = read("what conda's solver was told", lambda: list(cpu_wishes(facts.prefix)), [])
     facts.cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -173,20 +173,25 @@ def undefined(path: Path, torch: Torch, facts: Facts) -> list[str]:
         facts.unread.append(f"the symbols of {path.name}: pyelftools is not installed ({pip('install pyelftools')})")
         return []
 
-    @cache
-    def tables() -> list[Any]:
-        files = [f for folder in (torch.folder / "lib", Path(sys.prefix) / "lib") for f in folder.glob("lib*.so")]
-        elves = [ELFFile(f.open("rb")) for f in files if re.match(r"lib(torch|c10)", f.name) and f.stat().st_size]
-        return [section for elf in elves if (section := elf.get_section_by_name(".gnu.hash"))]
-
     with path.open("rb") as stream:
         table: Any = ELFFile(stream).get_section_by_name(".dynsym")
         wanted = sorted(s.name for s in table.iter_symbols() if s["st_shndx"] == "SHN_UNDEF") if table else []
     wanted = [name for name in wanted if re.match(r"(aoti_)?torch_\w+$|_ZNK?(2at|3c10|5torch)", name)]
-    if wanted and not tables():
+    tables = symbol_tables(torch.folder)
+    if wanted and not tables:
         facts.unread.append(f"which symbols torch has: no library in {torch.folder / 'lib'}")
         return []
-    return [name for name in wanted if not any(table.get_symbol(name) for table in tables())]
+    return [name for name in wanted if not any(table.get_symbol(name) for table in tables)]
+
+
+@cache
+def symbol_tables(torch: Path) -> list[Any]:
+    """Of torch's libraries: by hash, as the largest has a hundred thousand symbols."""
+    from elftools.elf.elffile import ELFFile
+
+    files = [file for folder in (torch / "lib", Path(sys.prefix) / "lib") for file in folder.glob("lib*.so")]
+    elves = [ELFFile(f.open("rb")) for f in files if re.match(r"lib(torch|c10)", f.name) and f.stat().st_size]
+    return [section for elf in elves if (section := elf.get_section_by_name(".gnu.hash"))]
 
 
 def read_gpus(facts: Facts) -> None:

@@ -90,7 +90,10 @@ def other_copies(package: Path) -> list[Path]:
     return [folder for folder in found if folder != package.resolve()]
 
 
-CPU_SPEC = re.compile(r"(pytorch|libtorch|pytorch-mutex|extension_cpp)\b[^-].*\bcpu|(cpuonly|pytorch-cpu)\b")
+def wants_cpu(spec: str) -> bool:
+    name, rest = re.match(r"([\w.-]*)(.*)", spec.split("::")[-1]).groups()  # type: ignore[union-attr]
+    builds = ("pytorch", "libtorch", "pytorch-mutex", NAME)
+    return name in ("cpuonly", "pytorch-cpu") or (name in builds and re.search(r"\bcpu", rest) is not None)
 
 
 def cpu_wishes(prefix: Path) -> Iterator[Wish]:
@@ -108,13 +111,13 @@ def cpu_wishes(prefix: Path) -> Iterator[Wish]:
             if spec and spec != "None":
                 asked.setdefault(record["name"], (spec, str(file)))
     for name, (spec, where) in asked.items():
-        if CPU_SPEC.match(spec.split("::")[-1]):
+        if wants_cpu(spec):
             remove = f"conda remove -p {prefix} {name}" if name in ("cpuonly", "pytorch-cpu") else ""
             yield Wish(where, f"it was asked for '{spec}'", remove)
     for file in (meta / "pinned", prefix / ".condarc", Path.home() / ".condarc"):
         for line in read(file).splitlines():
             spec = line.strip().removeprefix("- ").strip("'\" ")
-            if CPU_SPEC.match(spec):
+            if wants_cpu(spec):
                 yield Wish(str(file), f"it pins '{spec}'", f"sed -i.bak '/{spec.split()[0].split('=')[0]}/d' {file}")
     stored = json.loads(read(meta / "state") or "{}").get("env_vars", {})
     if stored.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
