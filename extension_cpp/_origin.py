@@ -150,6 +150,9 @@ def remover(file: Path, prefix: Path) -> str:
         if f'"{os.path.relpath(file, prefix)}"' in record.read_text():
             return f"conda remove -p {prefix} --force {record.stem.rsplit('-', 2)[0]}"
     for distribution in importlib.metadata.distributions():
-        if file in (Path(str(distribution.locate_file(entry))).resolve() for entry in distribution.files or ()):
+        if file.name not in (distribution.read_text("RECORD") or ""):  # Some have ten thousand lines.
+            continue
+        named = [entry for entry in distribution.files or () if entry.name == file.name]
+        if file.resolve() in (Path(str(distribution.locate_file(entry))).resolve() for entry in named):
             return pip(f"uninstall {distribution.metadata['Name']}")
     return f"mv {file} {file}.off"

@@ -149,6 +149,7 @@ def environment(tmp_path) -> Environment:
     return Environment(tmp_path / "environment")
 
 
+@pytest.mark.quick
 def test_nothing_wrong(environment):
     """In words too; and the report, which is the same without arguments."""
     assert environment.doctor() == {} and environment.said["unread"] == []
@@ -182,6 +183,7 @@ def test_only_its_own_program_goes_on_without_a_library(environment):
     assert list(found) == ["no-library"] and str(environment.package) in found["no-library"]["how"]
 
 
+@pytest.mark.quick
 def test_no_torch(environment):
     (environment.site / "torch").unlink()
     found = environment.doctor()
@@ -256,6 +258,7 @@ def test_library_that_kills(environment):
     assert environment.said["facts"]["probe"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.quick
 def test_cpu_build_on_a_machine_with_a_gpu(environment):
     environment.cpu_package()
     environment.machine(13000, gpu=(9, 0))
@@ -269,6 +272,7 @@ def test_cpu_build_on_a_machine_with_a_gpu(environment):
     assert finding["mend"] == f"conda install -p {environment.prefix} {channels} 'extension_cpp=*=cuda13*'"
 
 
+@pytest.mark.quick
 def test_torch_without_cuda(environment):
     environment.machine(12040, gpu=(9, 0))
     environment.cuda_library(12090)
@@ -302,9 +306,9 @@ def test_driver_that_does_not_answer(environment):
 @pytest.mark.parametrize(
     ("gpu", "architectures", "what"),
     [
-        ((9, 0), "8.0/9.0", None),
-        ((8, 9), "8.0/9.0", None),  # Machine code runs on later GPUs of its major version.
-        ((8, 0), "8.6/9.0", "has no code for Test GPU"),
+        pytest.param((8, 6), "8.0/9.0+PTX", None, marks=pytest.mark.quick),
+        ((9, 0), "8.0/9.0", None),  # Machine code runs on later GPUs of its major version.
+        pytest.param((8, 0), "8.6/9.0", "has no code for Test GPU", marks=pytest.mark.quick),
         ((12, 1), "9.0/10.0+PTX", "has no code for Test GPU: the driver compiles its PTX at the first call"),
         ((9, 0), "8.0/10.0+PTX", "has no code for Test GPU"),
         ((10, 3), "9.0/10.0a", "has no code for Test GPU"),  # That is for one GPU alone.
@@ -325,6 +329,7 @@ def test_architecture(environment, gpu, architectures, what):
         assert "{}.{}".format(*gpu) in finding["mend"] and ("nvcc of CUDA 12" in finding["mend"]) == (gpu < (7, 5))
 
 
+@pytest.mark.quick
 def test_undefined_symbols(environment):
     """One that a later torch has, and one that none has: which, and which torch."""
     environment.torch_to_look_at(cuda="'13.0'")
@@ -482,7 +487,9 @@ NO_WISHES = {
 }
 
 
-@pytest.mark.parametrize("wish", [*WISHES, "environment", *NO_WISHES])
+@pytest.mark.parametrize(
+    "wish", [pytest.param("history", marks=pytest.mark.quick), *list(WISHES)[1:], "environment", *NO_WISHES]
+)
 def test_solver_that_prefers_cpu(environment, wish):
     environment.machine(13000, gpu=(9, 0))
     environment.conda_package()
