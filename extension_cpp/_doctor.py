@@ -1,7 +1,6 @@
 """Finds out why something is not as fast or as native as it could be: one function a cause, over the facts."""
 
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -10,7 +9,16 @@ from typing import Any
 
 from extension_cpp import _loader
 from extension_cpp._facts import Facts, Gpu, Library
-from extension_cpp._origin import NAME, pip, remover
+from extension_cpp._mend import (
+    install_package,
+    install_torch,
+    prefer_cuda,
+    reinstall_openmp,
+    remove,
+    unhide,
+    update_driver,
+)
+from extension_cpp._origin import NAME
 
 # The functions of torch's stable shim that came after 2.10, by the release that has them first.
 NEWER = {
@@ -19,7 +27,6 @@ NEWER = {
     "2.13": r"torch_\w*(generator|stable_ivalue|exception)\w*|torch_library_set_python_module|torch_stream_native_handle",
     "2.14": r"torch_has_storage|torch_mps_set_arg_bytes|torch_tensor_(from|to)_pyobject",
 }
-DRIVERS = {12: 525, 13: 580}  # The first driver that serves a CUDA of that major version.
 
 
 @dataclass
@@ -46,52 +53,12 @@ def report(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
     return {"findings": [asdict(f) for f in findings], "unread": facts.unread, "facts": asdict(facts)}
 
 
-# What mends: by conda where conda has installed it, else by pip.
-
-
-def conda(facts: Facts, *specs: str, options: str = "") -> str:
-    channel = f"-c {facts.origin.source} " if facts.origin.kind == "conda" else ""
-    wanted = " ".join(shlex.quote(spec) for spec in specs)
-    return f"conda install -p {facts.prefix} {channel}-c conda-forge {options}{wanted}"
-
-
-def install_torch(facts: Facts, build: str = "", cuda: int | None = None) -> str:
-    """A torch that is new enough, in conda's build or from PyTorch's index for a CUDA major version."""
-    if facts.conda and (facts.torch is None or facts.prefix in facts.torch.folder.parents):
-        return conda(facts, f"pytorch>=2.10=*{build}*" if build else "pytorch>=2.10")
-    if cuda is None:
-        return pip("install --upgrade 'torch>=2.10'")
-    index = f"https://download.pytorch.org/whl/{'cu130' if cuda >= 13 else 'cu128'}"
-    return pip(f"install --force-reinstall 'torch>=2.10' --index-url {index}")
-
-
-def install_package(facts: Facts, build: str = "", same: bool = True, **variables: str) -> str:
-    """The package again; with `build`, in that variant; if not the `same` file will do, compiled here."""
-    origin = facts.origin
-    if origin.kind == "conda":
-        again = f"{NAME}=*={build}*" if build else f"{NAME}={facts.version}"
-        return conda(facts, again, options="" if build else "--force-reinstall ")
-    if build.startswith("cuda"):
-        variables["USE_CUDA"] = "1"
-    settings = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
-    if origin.kind == "source":
-        return f"cd {origin.source} && {settings}{pip('install --no-build-isolation --no-deps -e .')}"
-    if origin.source and same and not settings:
-        return pip(f"install --force-reinstall --no-deps {origin.source}")
-    if facts.conda and origin.kind == "unknown" and not settings:
-        return conda(facts, NAME, options="--force-reinstall ")
-    return f"in a checkout of {NAME} {facts.version}: {settings}{pip('install --force-reinstall --no-deps .')}"
-
-
 def cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def show_gpus(facts: Facts) -> str:
     return ", ".join(f"{gpu.name} (architecture {gpu.arch})" for gpu in facts.gpus)
-
-
-# The checks.
 
 
 def torch_is_there(facts: Facts) -> Iterator[Finding]:
@@ -115,9 +82,7 @@ def libraries_are_whole(facts: Facts) -> Iterator[Finding]:
         if library.damage:
             what, how = f"{library.path.name} is damaged", f"{library.path}: {library.damage}"
             yield Finding("damaged", what, how, install_package(facts, built_as(facts)))
-        elif library.platform.split()[0] != facts.platform.split()[0] or (
-            " " in library.platform and library.platform != facts.platform
-        ):
+        elif library.platform != facts.platform:
             what = f"{library.path.name} is of another platform"
             how = f"{library.path} is for {library.platform}, this is {facts.platform}"
             yield Finding("other-platform", what, how, install_package(facts, same=False))
@@ -141,13 +106,9 @@ def one_copy(facts: Facts) -> Iterator[Finding]:
     if not facts.others:
         return
     others = ", ".join(map(str, facts.others))
-    checkout = (facts.package.parent / "setup.py").exists()
-    what = f"a source checkout hides the package in {others}" if checkout else f"this copy hides another in {others}"
+    hiding = "a source checkout" if (facts.package.parent / "setup.py").exists() else "this copy"
     how = f"Python takes {facts.package}, which comes first on sys.path"
-    mend = f"cd / and run again; if that is no help, unset PYTHONPATH, or {pip(f'uninstall {NAME}')}"
-    if not checkout:
-        mend = f"rm -r {facts.package}" if facts.origin.kind == "unknown" else pip(f"uninstall {NAME}")
-    yield Finding("shadowed", what, how, mend)
+    yield Finding("shadowed", f"{hiding} hides the package in {others}", how, unhide(facts))
 
 
 def symbols_are_there(facts: Facts) -> Iterator[Finding]:
@@ -167,7 +128,7 @@ def symbols_are_there(facts: Facts) -> Iterator[Finding]:
             what = f"{library.path.name} needs symbols that torch {torch.version} doesn't have"
             mend = install_package(facts, built_as(facts), same=False)
             if newest and not unknown:
-                mend = install_torch(facts).replace(">=2.10", f">={newest}")
+                mend = install_torch(facts, version=newest)
             yield Finding("undefined-symbols", what, how, mend)
 
 
@@ -214,18 +175,12 @@ def driver(facts: Facts) -> Iterator[Finding]:
         yield Finding("driver-library", "the NVIDIA driver is too old for the CUDA runtime in _C_cuda.so", how, mend)
 
 
-def update_driver(cuda: str) -> str:
-    major = int(cuda.split(".")[0])
-    needed = next((number for known, number in sorted(DRIVERS.items()) if known >= major), 580)
-    return f"install an NVIDIA driver >= {needed}, on Ubuntu: sudo ubuntu-drivers install nvidia:{needed}"
-
-
 def architectures(facts: Facts) -> Iterator[Finding]:
     library = facts.library("_C_cuda")
     if library is None or not library.architectures:
         return
     for gpu in {gpu.arch: gpu for gpu in facts.gpus}.values():
-        code, ptx = serves(library, gpu)
+        code, ptx = serves(library, gpu, facts.driver)
         if code:
             continue
         how = f"{gpu.name} is of architecture {gpu.arch}, {library.path} has {', '.join(library.architectures)}"
@@ -233,16 +188,13 @@ def architectures(facts: Facts) -> Iterator[Finding]:
         if ptx:
             what += ": the driver compiles its PTX at the first call"
         listed = ";".join([*library.architectures, gpu.arch] if gpu.architecture >= (7, 5) else [gpu.arch])
-        mend = install_package(facts, "", TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
-        if facts.origin.kind == "conda":  # No package of any channel has it.
-            settings = f"TORCH_CUDA_ARCH_LIST='{listed}' USE_CUDA=1"
-            mend = f"in a checkout of {NAME} {facts.version}: {settings} {pip('install --force-reinstall --no-deps .')}"
+        mend = install_package(facts, "", same=False, TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
         if gpu.architecture < (7, 5):
             mend += " (with nvcc of CUDA 12)"
         yield Finding("architecture", what, how, mend)
 
 
-def serves(library: Library, gpu: Gpu) -> tuple[bool, bool]:
+def serves(library: Library, gpu: Gpu, driver: int | None) -> tuple[bool, bool]:
     """Whether a GPU can run the library's machine code, and whether its driver can compile its PTX."""
     code = ptx = False
     for name in library.architectures:
@@ -252,7 +204,7 @@ def serves(library: Library, gpu: Gpu) -> tuple[bool, bool]:
             same = built == gpu.architecture
             code |= same if match[3] == "a" else built[0] == gpu.architecture[0] and built <= gpu.architecture
             ptx |= name.endswith("+PTX") and (same if match[3] else built <= gpu.architecture)
-    return code, ptx
+    return code, ptx and (driver is None or driver >= library.cuda)  # An older driver doesn't know that PTX.
 
 
 def missing_openmp(error: str) -> str:
@@ -263,9 +215,7 @@ def missing_openmp(error: str) -> str:
 def openmp(facts: Facts) -> Iterator[Finding]:
     if name := missing_openmp(facts.probe.get("torch_error", "")):
         what = f"PyTorch's OpenMP runtime {name} is missing"
-        again = conda(facts, "_openmp_mutex", options="--force-reinstall ") if facts.conda else ""
-        mend = again or pip(f"install --force-reinstall --no-deps torch=={facts.torch.version if facts.torch else ''}")
-        yield Finding("openmp-missing", what, facts.probe["torch_error"], mend)
+        yield Finding("openmp-missing", what, facts.probe["torch_error"], reinstall_openmp(facts))
     found = facts.probe.get("openmp")
     if found == []:
         what = "no OpenMP runtime is loaded: CPU kernels run on one thread"
@@ -278,19 +228,14 @@ def openmp(facts: Facts) -> Iterator[Finding]:
         extra = [path for path in found if Path(path).parent not in homes and own.resolve() not in Path(path).parents]
         what = f"{len(found)} OpenMP runtimes in one process: their threads compete, and results may be wrong"
         how = f"torch and {NAME} were imported, and these are mapped: {', '.join(found)}"
-        yield Finding("openmp-mixed", what, how, remover(Path((extra or found)[-1]), facts.prefix))
+        yield Finding("openmp-mixed", what, how, remove(Path((extra or found)[-1]), facts))
 
 
 def solver(facts: Facts) -> Iterator[Finding]:
     for wish in facts.wishes if facts.gpus else ():
         what = "conda's solver was told to prefer CPU, on a machine with a GPU"
-        then = conda(facts, f"{NAME}=*=cuda*", "pytorch=*=cuda*")
-        yield Finding(
-            "solver",
-            what,
-            f"{wish.where}: {wish.what}; {show_gpus(facts)}",
-            f"{wish.undo} && {then}" if wish.undo else then,
-        )
+        how = f"{wish.where}: {wish.what}; {show_gpus(facts)}"
+        yield Finding("solver", what, how, f"{wish.undo} && {prefer_cuda(facts)}" if wish.undo else prefer_cuda(facts))
 
 
 def settings(facts: Facts) -> Iterator[Finding]:
@@ -308,17 +253,18 @@ def unexplained(facts: Facts, findings: list[Finding]) -> Iterator[Finding]:
     harmless = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}
     causes = found - harmless
     if (error := facts.probe.get("error")) and not causes:
-        yield Finding("import-fails", f"{NAME} can't be imported", error, install_package(facts))
+        yield Finding("import-fails", f"{NAME} can't be imported", error.splitlines()[0], install_package(facts))
     errors = facts.probe.get("load_errors", {})
     if facts.library("_C_cuda") and not causes:
         for library, error in errors.items():
             yield Finding("not-loaded", f"{library} is not loaded", error, install_package(facts, built_as(facts)))
     if facts.gpus and facts.probe.get("cuda_devices") == 0 and not causes & {"driver-torch", "driver-fails"}:
-        how = f"{show_gpus(facts)}; torch.cuda.is_available() is false: {facts.probe['cuda_said'] or 'it does not say why'}"
-        if hidden := facts.visible_devices is not None:
-            how += f"; CUDA_VISIBLE_DEVICES is '{facts.visible_devices}'"
-        mend = "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi"
-        yield Finding("hidden-gpu", "PyTorch sees no GPU", how, mend)
+        said = facts.probe.get("cuda_said") or "it doesn't say why"
+        hidden = facts.visible_devices is not None
+        variable = f"; CUDA_VISIBLE_DEVICES is '{facts.visible_devices}'" if hidden else ""
+        how = f"{show_gpus(facts)}; torch.cuda.is_available() is false: {said}{variable}"
+        mend = "sudo modprobe nvidia_uvm; with NVSwitch also sudo systemctl start nvidia-fabricmanager"
+        yield Finding("hidden-gpu", "PyTorch sees no GPU", how, "unset CUDA_VISIBLE_DEVICES" if hidden else mend)
 
 
 CHECKS: list[Check] = [

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from extension_cpp import _loader
-from extension_cpp._origin import Origin, Wish, cpu_wishes, find_origin, other_copies, pip, read
+from extension_cpp._origin import Origin, Wish, cpu_wishes, find_origin, other_copies, pixi_manifest, read
 from extension_cpp._version import __version__
 
 MACHINES = {3: "x86", 21: "ppc64le", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
-FORMATS = {b"\x7fELF": "Linux", b"MZ": "Windows", b"\xcf\xfa\xed\xfe": "Darwin", b"\xca\xfe\xba\xbe": "Darwin"}
+FORMATS = {b"MZ": "Windows", b"\xcf\xfa\xed\xfe": "Darwin", b"\xca\xfe\xba\xbe": "Darwin"}
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Library:
     path: Path
     damage: str = ""
     platform: str = ""
-    """Where it runs, "Linux x86_64"; empty where the file doesn't say."""
+    """Where it runs: "Linux x86_64", "Darwin"."""
     cuda: int = 0
     """The CUDA runtime in it, 13000 for 13.0; 0 for none."""
     architectures: list[str] = field(default_factory=list)
@@ -83,6 +83,8 @@ class Facts:
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES."""
     conda: bool = False
+    pixi: str = ""
+    """The manifest of a pixi environment."""
     wishes: list[Wish] = field(default_factory=list)
     cpus: int = 1
     simd: str = ""
@@ -96,7 +98,8 @@ class Facts:
 
 
 def gather() -> Facts:
-    facts = Facts(platform=f"{platform.system()} {platform.machine()}")
+    # The interpreter's own, which is what a library must be for.
+    facts = Facts(platform=platform_of(Path(sys.executable).read_bytes()[:64]) or platform.system())
 
     def read(what: str, ask: Callable[[], Any], otherwise: Any = None) -> Any:
         """A fact; one that can't be read, as its files are damaged too, doesn't keep the others back."""
@@ -116,6 +119,7 @@ def gather() -> Facts:
     facts.visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     read("the GPUs", partial(read_gpus, facts))
     if facts.conda:
+        facts.pixi = read("pixi's manifest", partial(pixi_manifest, facts.prefix), "")
         facts.wishes = read("what conda's solver was told", lambda: list(cpu_wishes(facts.prefix)), [])
     facts.cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     facts.simd, facts.simd_possible = simd(os.environ.get("EXTENSION_CPP_SIMD", "")), simd("")
@@ -143,15 +147,10 @@ def find_torch() -> Torch | None:
 def read_library(path: Path, facts: Facts) -> Library:
     library = Library(path)
     content = path.read_bytes()
-    system = next((name for magic, name in FORMATS.items() if content.startswith(magic)), "")
-    if not system:
+    if not platform_of(content):
         library.damage = f"it is no library, but {len(content)} bytes of something else" if content else "it is empty"
         return library
-    library.platform = system
-    if system == "Linux" and len(content) >= 20:
-        order = "little" if content[5] == 1 else "big"
-        number = int.from_bytes(content[18:20], order)  # type: ignore[arg-type]
-        library.platform += f" {MACHINES.get(number, f'machine {number}')}"
+    library.platform = platform_of(content)
     try:
         _loader.check_complete(path)
     except ImportError:
@@ -160,9 +159,17 @@ def read_library(path: Path, facts: Facts) -> Library:
     built = re.search(rb"extension_cpp: CUDA (\d+), architectures ([^;]+);", content)
     if built:
         library.cuda, library.architectures = int(built[1]), built[2].decode().split("/")
-    if library.platform == facts.platform == f"Linux {platform.machine()}" and facts.torch:
+    if content.startswith(b"\x7fELF") and library.platform == facts.platform and facts.torch:
         library.undefined = undefined(path, facts.torch, facts)
     return library
+
+
+def platform_of(content: bytes) -> str:
+    """Where a library or program runs, by its first bytes; empty for anything else."""
+    if not content.startswith(b"\x7fELF") or len(content) < 20:
+        return next((name for magic, name in FORMATS.items() if content.startswith(magic)), "")
+    number = int.from_bytes(content[18:20], "little" if content[5] == 1 else "big")
+    return f"Linux {MACHINES.get(number, f'machine {number}')}"
 
 
 def undefined(path: Path, torch: Torch, facts: Facts) -> list[str]:
@@ -170,7 +177,7 @@ def undefined(path: Path, torch: Torch, facts: Facts) -> list[str]:
     try:
         from elftools.elf.elffile import ELFFile
     except ImportError:
-        facts.unread.append(f"the symbols of {path.name}: pyelftools is not installed ({pip('install pyelftools')})")
+        facts.unread.append(f"the symbols of {path.name}: pyelftools is not installed")
         return []
 
     with path.open("rb") as stream:

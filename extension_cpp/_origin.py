@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -118,7 +119,8 @@ def cpu_wishes(prefix: Path) -> Iterator[Wish]:
         for line in read(file).splitlines():
             spec = line.strip().removeprefix("- ").strip("'\" ")
             if wants_cpu(spec):
-                yield Wish(str(file), f"it pins '{spec}'", f"sed -i.bak '/{spec.split()[0].split('=')[0]}/d' {file}")
+                pattern = re.sub(r"([][\\.*^$/])", r"\\\1", line)
+                yield Wish(str(file), f"it pins '{spec}'", f"sed -i.bak {shlex.quote(f'/^{pattern}$/d')} {file}")
     stored = json.loads(read(meta / "state") or "{}").get("env_vars", {})
     if stored.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
         undo = f"conda env config vars unset CONDA_OVERRIDE_CUDA -p {prefix}"
@@ -126,33 +128,16 @@ def cpu_wishes(prefix: Path) -> Iterator[Wish]:
     elif os.environ.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
         what = "CONDA_OVERRIDE_CUDA is empty: the solver sees no driver"
         yield Wish("the environment variables", what, "unset CONDA_OVERRIDE_CUDA")
-    manifest = json.loads(read(meta / "pixi") or "{}").get("manifest_path", "")
+    manifest = pixi_manifest(prefix)
     if manifest and not re.search(r"^[^#]*\bcuda\s*=", read(Path(manifest)), re.MULTILINE):
         undo = f"pixi workspace system-requirements add --manifest-path {manifest} cuda 12"
         yield Wish(manifest, "it declares no CUDA, so pixi solves as for a machine without a driver", undo)
 
 
+def pixi_manifest(prefix: Path) -> str:
+    """The file that pixi made this environment from, or nothing where it didn't."""
+    return json.loads(read(prefix / "conda-meta" / "pixi") or "{}").get("manifest_path", "")
+
+
 def read(file: Path) -> str:
     return file.read_text(errors="replace") if file.is_file() else ""
-
-
-def pip(arguments: str) -> str:
-    return f"{sys.executable} -m pip {arguments}"
-
-
-def remover(file: Path, prefix: Path) -> str:
-    """The command that takes a file out of the process: by the variable or the package that brought it."""
-    for variable in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
-        named = [Path(entry) for entry in re.split("[: ]", os.environ.get(variable, "")) if entry]
-        if file in named or file.parent in named:
-            return f"unset {variable}"
-    for record in (prefix / "conda-meta").glob("*.json"):
-        if f'"{os.path.relpath(file, prefix)}"' in record.read_text():
-            return f"conda remove -p {prefix} --force {record.stem.rsplit('-', 2)[0]}"
-    for distribution in importlib.metadata.distributions():
-        if file.name not in (distribution.read_text("RECORD") or ""):  # Some have ten thousand lines.
-            continue
-        named = [entry for entry in distribution.files or () if entry.name == file.name]
-        if file.resolve() in (Path(str(distribution.locate_file(entry))).resolve() for entry in named):
-            return pip(f"uninstall {distribution.metadata['Name']}")
-    return f"mv {file} {file}.off"

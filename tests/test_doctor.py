@@ -303,6 +303,14 @@ def test_driver_that_does_not_answer(environment):
     assert "'Driver/library version mismatch' (18)" in found["driver-fails"]["how"]
 
 
+def test_hidden_gpu(environment):
+    environment.machine(13000, gpu=(9, 0))
+    environment.cuda_library(13000)
+    environment.own_torch(cuda="'13.0'")
+    found = environment.doctor(CUDA_VISIBLE_DEVICES="")
+    assert list(found) == ["hidden-gpu"] and found["hidden-gpu"]["mend"] == "unset CUDA_VISIBLE_DEVICES"
+
+
 @pytest.mark.parametrize(
     ("gpu", "architectures", "what"),
     [
@@ -311,13 +319,14 @@ def test_driver_that_does_not_answer(environment):
         pytest.param((8, 0), "8.6/9.0", "has no code for Test GPU", marks=pytest.mark.quick),
         ((12, 1), "9.0/10.0+PTX", "has no code for Test GPU: the driver compiles its PTX at the first call"),
         ((9, 0), "8.0/10.0+PTX", "has no code for Test GPU"),
+        ((12, 1), "9.0/10.0+PTX older", "has no code for Test GPU"),  # The driver doesn't know PTX of a later CUDA.
         ((10, 3), "9.0/10.0a", "has no code for Test GPU"),  # That is for one GPU alone.
         ((7, 0), "7.5/12.0+PTX", "has no code for Test GPU"),
     ],
 )
 def test_architecture(environment, gpu, architectures, what):
     environment.machine(13000, gpu=gpu)
-    environment.cuda_library(13000, architectures)
+    environment.cuda_library(13020 if "older" in architectures else 13000, architectures.removesuffix(" older"))
     (environment.site / "torch").unlink()  # Not needed to know it.
     found = environment.doctor()
     if what is None:
@@ -353,8 +362,9 @@ def test_two_copies(environment, tmp_path):
     shutil.copytree(environment.package, tmp_path / "first" / "extension_cpp")
     found = environment.doctor(PYTHONPATH=str(tmp_path / "first"))
     assert list(found) == ["shadowed"]
-    assert found["shadowed"]["what"] == f"this copy hides another in {environment.package}"
-    assert found["shadowed"]["mend"] == f"rm -r {tmp_path / 'first' / 'extension_cpp'}"
+    assert found["shadowed"]["what"] == f"this copy hides the package in {environment.package}"
+    assert found["shadowed"]["how"].startswith(f"Python takes {tmp_path / 'first' / 'extension_cpp'}, ")
+    assert found["shadowed"]["mend"] == "unset PYTHONPATH"
 
 
 def test_checkout_that_hides_the_package(environment, tmp_path):
@@ -364,7 +374,7 @@ def test_checkout_that_hides_the_package(environment, tmp_path):
     found = environment.doctor(cwd=tmp_path)
     assert list(found) == ["shadowed"]
     assert found["shadowed"]["what"] == f"a source checkout hides the package in {environment.package}"
-    assert found["shadowed"]["mend"].startswith("cd / ")
+    assert found["shadowed"]["mend"] == f"cd / && {environment.prefix}/bin/python -m extension_cpp"
     assert environment.said["facts"]["origin"]["kind"] == "source"
 
 
@@ -469,10 +479,10 @@ WISHES = {
     "cpuonly": ("conda-meta/history", '# update specs: ["pytorch::cpuonly"]\n', "conda remove -p {prefix} cpuonly && "),
     "pinned": (
         "conda-meta/pinned",
-        "extension_cpp =*=cpu*\n",
-        "sed -i.bak '/extension_cpp/d' {prefix}/conda-meta/pinned",
+        "python\nextension_cpp =*=cpu*\n",
+        "sed -i.bak ",
     ),
-    "condarc": (".condarc", "pinned_packages:\n  - pytorch=*=cpu*\n", "sed -i.bak '/pytorch/d' {prefix}/.condarc"),
+    "condarc": (".condarc", "pinned_packages:\n  - pytorch=*=cpu*\n", "sed -i.bak "),
     "state": ("conda-meta/state", '{"env_vars": {"CONDA_OVERRIDE_CUDA": ""}}', "conda env config vars unset"),
     "pixi": ("pixi.toml", '[workspace]\nplatforms = ["linux-64"]\n', "pixi workspace system-requirements add"),
 }
@@ -509,6 +519,11 @@ def test_solver_that_prefers_cpu(environment, wish):
         assert str(environment.prefix / WISHES[wish][0]) in found["solver"]["how"]
         assert WISHES[wish][2].format(prefix=environment.prefix) in found["solver"]["how"] + found["solver"]["mend"]
         assert "'extension_cpp=*=cuda*' 'pytorch=*=cuda*'" in found["solver"]["mend"]
+        undo, _, then = found["solver"]["mend"].partition(" && ")
+        assert then.startswith("pixi add " if wish == "pixi" else "conda install ") or wish == "history"
+        if undo.startswith("sed "):  # As it is printed, it mends.
+            subprocess.run(undo, shell=True, check=True)
+            assert "solver" not in environment.doctor() and "p" in (environment.prefix / file).read_text()
 
 
 def test_damaged_records_keep_nothing_back(environment):
