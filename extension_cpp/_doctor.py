@@ -253,7 +253,9 @@ def unexplained(facts: Facts, findings: list[Finding]) -> Iterator[Finding]:
     harmless = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}
     causes = found - harmless
     if (error := facts.probe.get("error")) and not causes:
-        yield Finding("import-fails", f"{NAME} can't be imported", error.splitlines()[0], install_package(facts))
+        # A C or C++ runtime that is too old here: the same file will not do.
+        mend = install_package(facts, same="not found (required by" not in error)
+        yield Finding("import-fails", f"{NAME} can't be imported", error.splitlines()[0], mend)
     errors = facts.probe.get("load_errors", {})
     if facts.library("_C_cuda") and not causes:
         for library, error in errors.items():

@@ -26,7 +26,8 @@ def conda(facts: Facts, *specs: str, again: bool = False) -> str:
     if facts.pixi:
         return f"pixi add --manifest-path {facts.pixi} {wanted}"
     tool = next((name for name in ("conda", "mamba", "micromamba") if shutil.which(name)), "conda")
-    channel = f"-c {facts.origin.source} " if facts.origin.kind == "conda" else ""
+    ours = facts.origin.kind == "conda" and not facts.origin.source.endswith("conda-forge")
+    channel = f"-c {facts.origin.source} " if ours else ""
     option = "--force-reinstall " if again else ""
     return f"{tool} install -p {facts.prefix} {channel}-c conda-forge {option}{wanted}"
 

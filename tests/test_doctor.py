@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -249,6 +250,16 @@ def test_package_of_another_platform(environment, kind):
     assert f"{library} is for {built}, this is Linux" in found["other-platform"]["how"]
 
 
+def test_runtime_that_is_too_old(environment):
+    """A cause that the doctor has no check for: the loader's own words."""
+    library = environment.package / "_C.abi3.so"
+    library.write_bytes(re.sub(rb"GLIBCXX_3\.4\.\d\d\0", b"GLIBCXX_3.9.99\0", library.read_bytes()))
+    found = environment.doctor()
+    assert list(found) == ["import-fails"]
+    assert "version `GLIBCXX_3.9.99' not found" in found["import-fails"]["how"]
+    assert found["import-fails"]["mend"].startswith("in a checkout of extension_cpp")
+
+
 def test_library_that_kills(environment):
     """The doctor outlives it, and says how far it came."""
     library = environment.package / "_C.abi3.so"
@@ -393,25 +404,39 @@ def test_altered_files(environment):
     assert "--force-reinstall extension_cpp=0.1.0" in finding["mend"]
 
 
-def test_wheel(environment):
+@pytest.mark.skipif(not (SITE / "pip").exists(), reason="pip is not installed")
+def test_wheel(environment, tmp_path):
+    """Installed by pip, then damaged; the command that is printed mends it."""
+
     def line(path: Path) -> str:
         digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).decode().rstrip("=")
-        return f"{path.relative_to(environment.site)},sha256={digest},{path.stat().st_size}"
+        return f"{path.relative_to(environment.site)},sha256={digest},{path.stat().st_size}\n"
 
     info = environment.site / "extension_cpp-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extension_cpp\nVersion: 0.1.0\n")
-    (info / "INSTALLER").write_text("pip\n")
-    (info / "direct_url.json").write_text('{"url": "file:///tmp/extension_cpp.whl", "archive_info": {}}')
-    lines = [line(path) for path in environment.package.rglob("*") if path.is_file()]
-    (info / "RECORD").write_text("\n".join(lines))
-    environment.torch_to_look_at()
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: py3-none-any\n")
+    files = [path for folder in (environment.package, info) for path in folder.rglob("*") if path.is_file()]
+    (info / "RECORD").write_text("".join(map(line, files)) + "extension_cpp-0.1.0.dist-info/RECORD,,\n")
+    wheel = tmp_path / "extension_cpp-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in [*files, info / "RECORD"]:
+            archive.write(path, path.relative_to(environment.site))
+    for folder in (environment.package, info):
+        shutil.rmtree(folder)
+    done = environment.python("-m", "pip", "install", "--no-index", "--no-deps", str(wheel))
+    assert done.returncode == 0, done.stderr
     (environment.package / "ops" / "_check.py").write_text("")
-    finding = environment.doctor()["altered"]
-    assert finding["how"].startswith("_check.py was changed in ")
-    text = "wheel: 0.1.0, installed by pip from file:///tmp/extension_cpp.whl"
+    (environment.package / "_C.abi3.so").unlink()
+    environment.torch_to_look_at()
+    found = environment.doctor()
+    assert list(found) == ["torch-fails", "no-library", "altered"]
+    how = f"_C.abi3.so is gone, _check.py was changed in {environment.package}, by the hashes of its wheel record"
+    assert found["altered"]["how"] == how
+    text = f"wheel: 0.1.0, installed by pip from {wheel.as_uri()}"
     assert environment.said["facts"]["origin"]["text"] == text
-    assert finding["mend"].endswith("-m pip install --force-reinstall --no-deps file:///tmp/extension_cpp.whl")
+    subprocess.run(found["altered"]["mend"], shell=True, check=True, env=environment.variables, cwd="/")
+    assert list(environment.doctor()) == ["torch-fails"]
 
 
 def test_compiled_just_in_time(environment, tmp_path):
