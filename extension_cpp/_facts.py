@@ -24,6 +24,7 @@ from extension_cpp._origin import Origin, Wish, cpu_wishes, find_origin, other_c
 from extension_cpp._version import __version__
 
 MACHINES = {3: "x86", 21: "ppc64le", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
+DRIVER_NOT_LOADED = 9
 FORMATS = {b"MZ": "Windows", b"\xcf\xfa\xed\xfe": "Darwin", b"\xca\xfe\xba\xbe": "Darwin"}
 
 
@@ -101,7 +102,7 @@ def gather() -> Facts:
     # The interpreter's own, which is what a library must be for.
     facts = Facts(platform=platform_of(Path(sys.executable).read_bytes()[:64]) or platform.system())
 
-    def read(what: str, ask: Callable[[], Any], otherwise: Any = None) -> Any:
+    def attempt(what: str, ask: Callable[[], Any], otherwise: Any = None) -> Any:
         """A fact; one that can't be read, as its files are damaged too, doesn't keep the others back."""
         try:
             return ask()
@@ -109,25 +110,24 @@ def gather() -> Facts:
             facts.unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
-    facts.torch = read("the version of torch", find_torch)
+    facts.torch = attempt("the version of torch", find_torch)
     facts.conda = (facts.prefix / "conda-meta").is_dir()
     for path in sorted(facts.package.glob("_C*")):
         if path.suffix in (".so", ".pyd", ".dll", ".dylib"):
-            facts.libraries.append(read(path.name, partial(read_library, path, facts), Library(path)))
-    facts.others = read("other copies", partial(other_copies, facts.package), [])
+            facts.libraries.append(attempt(path.name, partial(read_library, path, facts), Library(path)))
+    facts.others = attempt("other copies", partial(other_copies, facts.package), [])
     facts.driver = _loader.driver_version()
     facts.visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    read("the GPUs", partial(read_gpus, facts))
+    attempt("the GPUs", partial(read_gpus, facts))
     if facts.conda:
-        facts.pixi = read("pixi's manifest", partial(pixi_manifest, facts.prefix), "")
-        facts.wishes = read("what conda's solver was told", lambda: list(cpu_wishes(facts.prefix)), [])
+        facts.pixi = attempt("pixi's manifest", partial(pixi_manifest, facts.prefix), "")
+        facts.wishes = attempt("what conda's solver was told", lambda: list(cpu_wishes(facts.prefix)), [])
     facts.cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     facts.simd, facts.simd_possible = simd(os.environ.get("EXTENSION_CPP_SIMD", "")), simd("")
-    facts.probe = read("torch, from inside", probe, {})
-    mapped = [Path(path) for path in facts.probe.get("libraries") or []]
-    facts.origin = read(
-        "where the package came from", lambda: find_origin(facts.package, facts.prefix, mapped), facts.origin
-    )
+    facts.probe = attempt("torch, from inside", probe, {})
+    loaded = facts.probe.get("library")
+    ask = partial(find_origin, facts.package, facts.prefix, Path(loaded) if loaded else None)
+    facts.origin = attempt("where the package came from", ask, facts.origin)
     return facts
 
 
@@ -208,6 +208,8 @@ def read_gpus(facts: Facts) -> None:
         code = nvml.nvmlInit_v2()
         if code:
             nvml.nvmlErrorString.restype = ctypes.c_char_p
+            if code == DRIVER_NOT_LOADED and not nvidia_on_bus():
+                return  # Its files alone, as on an image that machines with and without a GPU start from.
             facts.driver_error = f"NVML says '{(nvml.nvmlErrorString(code) or b'?').decode()}' ({code})"
             return
         text = ctypes.create_string_buffer(96)
@@ -225,6 +227,11 @@ def read_gpus(facts: Facts) -> None:
     except (OSError, AttributeError) as error:
         if facts.driver is not None:
             facts.unread.append(f"the GPUs: {error}")
+
+
+def nvidia_on_bus() -> bool:
+    displays = Path("/sys/bus/pci/devices").glob("*/class")
+    return any(read(f).startswith("0x03") and read(f.with_name("vendor")).strip() == "0x10de" for f in displays)
 
 
 def simd(wanted: str) -> str:

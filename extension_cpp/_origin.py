@@ -37,8 +37,8 @@ class Wish:
     undo: str
 
 
-def find_origin(package: Path, prefix: Path, mapped: list[Path]) -> Origin:
-    """By the record of conda or pip that lists the package's files; `mapped` are the libraries that were loaded."""
+def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
+    """By the record of conda or pip that lists the package's files; `loaded` is where _C came from."""
     folder = package.parent
     for file in (prefix / "conda-meta").glob(f"{NAME}-[0-9]*.json"):
         record = json.loads(file.read_text())
@@ -52,9 +52,8 @@ def find_origin(package: Path, prefix: Path, mapped: list[Path]) -> Origin:
             }
             text = f"conda: {record['version']} {record['build']} from {channel}"
             return Origin("conda", text, channel, list(altered(digests)))
-    elsewhere = [path.parent for path in mapped if package.resolve() not in path.resolve().parents]
-    if elsewhere:
-        return Origin("just in time", f"compiled just in time, in {elsewhere[0]}", str(elsewhere[0]))
+    if loaded and package.resolve() not in loaded.resolve().parents:
+        return Origin("just in time", f"compiled just in time, in {loaded.parent}", str(loaded.parent))
     if (folder / "setup.py").exists() and (folder / "csrc").is_dir():
         return Origin("source", f"source: the checkout {folder}", str(folder))
     for distribution in importlib.metadata.distributions(name=NAME, path=[str(folder)]):

@@ -310,8 +310,13 @@ def test_driver_too_old(environment):
 def test_driver_that_does_not_answer(environment):
     """As after an update of its files, until the machine starts anew."""
     environment.machine(13000, error=18)
+    environment.torch_to_look_at()
     found = environment.doctor()
     assert "'Driver/library version mismatch' (18)" in found["driver-fails"]["how"]
+    environment.machine(error=9)  # Files of a driver on a machine without a GPU.
+    displays = [path for path in Path("/sys/bus/pci/devices").glob("*/class") if path.read_text().startswith("0x03")]
+    if "0x10de\n" not in [path.with_name("vendor").read_text() for path in displays]:
+        assert "driver-fails" not in environment.doctor()
 
 
 def test_hidden_gpu(environment):
