@@ -67,14 +67,14 @@ def torch_is_there(facts: Facts) -> Iterator[Finding]:
         yield Finding("no-torch", "PyTorch is not installed", how, install_torch(facts))
     elif not facts.torch.number:
         what = "PyTorch is damaged"
-        yield Finding(
-            "torch-fails", what, f"{facts.torch.folder} has no version.py that says which it is", install_torch(facts)
-        )
+        how = f"{facts.torch.folder} has no version.py that says which it is"
+        yield Finding("torch-fails", what, how, install_torch(facts, again=True))
     elif facts.torch.number < _loader.MINIMUM_TORCH:
         how = f"torch {facts.torch.version} in {facts.torch.folder}; the libraries need the stable ABI of 2.10"
         yield Finding("old-torch", "PyTorch is older than 2.10", how, install_torch(facts))
     elif (error := facts.probe.get("torch_error", "")) and not missing_openmp(error):
-        yield Finding("torch-fails", f"PyTorch {facts.torch.version} can't be imported", error, install_torch(facts))
+        what = f"PyTorch {facts.torch.version} can't be imported"
+        yield Finding("torch-fails", what, error, install_torch(facts, again=True))
 
 
 def libraries_are_whole(facts: Facts) -> Iterator[Finding]:
@@ -248,8 +248,9 @@ def unexplained(facts: Facts, findings: list[Finding]) -> Iterator[Finding]:
     """What doesn't work without any of the causes above: in its own words."""
     found = {finding.name for finding in findings}
     if facts.probe.get("died"):
-        what = f"importing torch and {NAME} ended the process"
-        yield Finding("died", what, facts.probe["died"], install_package(facts, built_as(facts)))
+        torch = "threads" not in facts.probe  # The first that it says, once torch is there.
+        mend = install_torch(facts, again=True) if torch else install_package(facts, built_as(facts))
+        yield Finding("died", f"importing {'torch' if torch else NAME} ends the process", facts.probe["died"], mend)
     harmless = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}
     causes = found - harmless
     if (error := facts.probe.get("error")) and not causes:
@@ -260,6 +261,13 @@ def unexplained(facts: Facts, findings: list[Finding]) -> Iterator[Finding]:
     if facts.library("_C_cuda") and not causes:
         for library, error in errors.items():
             yield Finding("not-loaded", f"{library} is not loaded", error, install_package(facts, built_as(facts)))
+    served = facts.probe.get("backends", {})
+    for kind in ("cpu", *(["cuda"] if facts.gpus and facts.library("_C_cuda") and not causes and not errors else [])):
+        # One operator may have no kernel for a device; that none has is no one's intention.
+        if served and all(by_kind.get(kind) == "reference" for by_kind in served.values()):
+            how = f"that serves {', '.join(served)}, though no library failed to load"
+            mend = install_package(facts, built_as(facts))
+            yield Finding("not-native", f"on {kind} every operator runs its PyTorch reference", how, mend)
     if facts.gpus and facts.probe.get("cuda_devices") == 0 and not causes & {"driver-torch", "driver-fails"}:
         said = facts.probe.get("cuda_said") or "it doesn't say why"
         hidden = facts.visible_devices is not None

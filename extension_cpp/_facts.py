@@ -160,7 +160,10 @@ def read_library(path: Path, facts: Facts) -> Library:
     if built:
         library.cuda, library.architectures = int(built[1]), built[2].decode().split("/")
     if content.startswith(b"\x7fELF") and library.platform == facts.platform and facts.torch:
-        library.undefined = undefined(path, facts.torch, facts)
+        try:
+            library.undefined = undefined(path, facts.torch, facts)
+        except Exception as error:
+            library.damage = f"its symbols can't be read: {type(error).__name__}: {error}"
     return library
 
 
@@ -184,8 +187,12 @@ def undefined(path: Path, torch: Torch, facts: Facts) -> list[str]:
         table: Any = ELFFile(stream).get_section_by_name(".dynsym")
         wanted = sorted(s.name for s in table.iter_symbols() if s["st_shndx"] == "SHN_UNDEF") if table else []
     wanted = [name for name in wanted if re.match(r"(aoti_)?torch_\w+$|_ZNK?(2at|3c10|5torch)", name)]
-    tables = symbol_tables(torch.folder)
-    if wanted and not tables:
+    try:
+        tables = symbol_tables(torch.folder)
+    except Exception as error:
+        facts.unread.append(f"which symbols torch has: {type(error).__name__}: {error}")
+        return []
+    if not tables:
         facts.unread.append(f"which symbols torch has: no library in {torch.folder / 'lib'}")
         return []
     return [name for name in wanted if not any(table.get_symbol(name) for table in tables)]

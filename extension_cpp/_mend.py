@@ -22,7 +22,8 @@ def conda(facts: Facts, *specs: str, again: bool = False) -> str:
     """Install by whatever manages this environment; `again` what is there already."""
     wanted = " ".join(shlex.quote(spec) for spec in specs)
     if facts.pixi and again:
-        return f"pixi reinstall --manifest-path {facts.pixi} {NAME}"
+        names = " ".join(re.split("[=<>]", spec)[0] for spec in specs)
+        return f"pixi reinstall --manifest-path {facts.pixi} {names}"
     if facts.pixi:
         return f"pixi add --manifest-path {facts.pixi} {wanted}"
     tool = next((name for name in ("conda", "mamba", "micromamba") if shutil.which(name)), "conda")
@@ -37,12 +38,14 @@ def by_conda(facts: Facts) -> bool:
     return facts.conda and (facts.torch is None or facts.prefix in facts.torch.folder.parents)
 
 
-def install_torch(facts: Facts, build: str = "", cuda: int | None = None, version: str = "2.10") -> str:
-    """A torch that is new enough, in conda's build or from PyTorch's index for a CUDA major version."""
+def install_torch(
+    facts: Facts, build: str = "", cuda: int | None = None, version: str = "2.10", again: bool = False
+) -> str:
+    """A torch that is new enough, in conda's build or from PyTorch's index for a CUDA major version; or `again` this one."""
     if by_conda(facts):
-        return conda(facts, f"pytorch>={version}=*{build}*" if build else f"pytorch>={version}")
+        return conda(facts, f"pytorch>={version}=*{build}*" if build else f"pytorch>={version}", again=again)
     if cuda is None:
-        return pip(f"install --upgrade 'torch>={version}'")
+        return pip(f"install {'--force-reinstall' if again else '--upgrade'} 'torch>={version}'")
     index = f"https://download.pytorch.org/whl/{'cu130' if cuda >= 13 else 'cu128'}"
     return pip(f"install --force-reinstall 'torch>={version}' --index-url {index}")
 

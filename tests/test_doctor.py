@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import torch
 
 import extension_cpp
 
+COMPILER = shlex.split(os.environ.get("CC", "cc"))
 PACKAGE = Path(extension_cpp.__file__).parent
 SITE = Path(torch.__file__).parents[1]
 ARCHITECTURE = next(n for n in (62, 183) if n != int.from_bytes((PACKAGE / "_C.abi3.so").read_bytes()[18:20], "little"))
@@ -41,11 +43,13 @@ int nvmlDeviceGetCudaComputeCapability(void* device, int* major, int* minor) {
 }
 """
 
+pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C compiler, to make drivers with")
+
 
 def compile_library(file: Path, source: str, *options: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", file, "-x", "c", "-", "-x", "none", *options]
+    command = [*COMPILER, "-shared", "-fPIC", "-o", file, "-x", "c", "-", "-x", "none", *options]
     subprocess.run(command, input=source, text=True, check=True)
     return file
 
@@ -203,17 +207,30 @@ def test_old_torch(environment):
     assert found["old-torch"]["how"].startswith(f"torch 2.9.1 in {folder}")
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "half", "text"])
-def test_damaged_torch(environment, damage):
-    """Its own error is what it is known by; a folder without a version says nothing."""
+@pytest.mark.parametrize("what", ["no version", "no libraries", "no library at all", "half a library"])
+def test_damaged_torch(environment, what):
     folder = environment.own_torch()
+    libraries = (folder / "lib").resolve()
     (folder / "lib").unlink()
     (folder / "lib").mkdir()
-    if damage == "missing":
+    for path in libraries.iterdir() if what != "no libraries" else ():
+        (folder / "lib" / path.name).symlink_to(path)
+    if what == "no version":
         (folder / "version.py").unlink()
+    elif what != "no libraries":
+        content = (libraries / "libc10.so").read_bytes()
+        (folder / "lib" / "libc10.so").unlink()
+        (folder / "lib" / "libc10.so").write_bytes(content[: len(content) // 2] if "half" in what else b"text")
     found = environment.doctor()
-    assert list(found) == ["torch-fails"]
-    assert ("no version.py" if damage == "missing" else "libtorch_global_deps.so") in found["torch-fails"]["how"]
+    (name,) = found  # Half a library may kill the process that maps it.
+    assert name == "torch-fails" or (name == "died" and what == "half a library" and "SIG" in found["died"]["how"])
+    assert "pip install --force-reinstall 'torch>=2.10'" in found[name]["mend"]
+    missing = {
+        "no version": "no version.py",
+        "no libraries": "libtorch_global_deps.so",
+        "no library at all": "libc10.so",
+    }
+    assert missing.get(what, "") in found[name]["how"]
 
 
 DAMAGES = {"empty": "it is empty", "truncated": "it ends too early, after", "text": "it is no library, but 13 bytes"}
@@ -232,6 +249,19 @@ def test_damaged_library(environment, library, damage):
         assert list(found := environment.doctor()) == ["torch-fails", "damaged"]
     assert found["damaged"]["what"] == f"{library} is damaged"
     assert found["damaged"]["how"].startswith(f"{environment.package / library}: {DAMAGES[damage]}")
+
+
+def test_damaged_inside(environment):
+    """Of the right length, but not to be read as what it says it is."""
+    library = environment.package / "_C_cuda.so"
+    content = bytearray((PACKAGE / "_C.abi3.so").read_bytes())
+    sections = int.from_bytes(content[40:48], "little")
+    content[sections:] = b"\xff" * len(content[sections:])
+    library.write_bytes(content)
+    environment.torch_to_look_at()
+    found = environment.doctor()
+    assert list(found) == ["torch-fails", "damaged"]
+    assert f"{library}: its symbols can't be read: " in found["damaged"]["how"]
 
 
 @pytest.mark.parametrize("kind", ["machine", "macOS"])
@@ -324,7 +354,9 @@ def test_hidden_gpu(environment):
     environment.cuda_library(13000)
     environment.own_torch(cuda="'13.0'")
     found = environment.doctor(CUDA_VISIBLE_DEVICES="")
-    assert list(found) == ["hidden-gpu"] and found["hidden-gpu"]["mend"] == "unset CUDA_VISIBLE_DEVICES"
+    assert found["hidden-gpu"]["mend"] == "unset CUDA_VISIBLE_DEVICES"
+    # That library has no kernels.
+    assert list(found) == ["not-native", "hidden-gpu"] and "serves myadd_out, mymul" in found["not-native"]["how"]
 
 
 @pytest.mark.parametrize(
