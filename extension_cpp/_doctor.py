@@ -45,7 +45,8 @@ Check = Callable[[Facts], Iterator[Finding]]
 
 def diagnose(facts: Facts) -> list[Finding]:
     findings = [finding for check in CHECKS for finding in check(facts)]
-    return findings + list(unexplained(facts, findings))
+    causes = {finding.name for finding in findings} - HARMLESS
+    return findings + [finding for check in REMAINING for finding in check(facts, causes)]
 
 
 def report(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
@@ -223,12 +224,15 @@ def openmp(facts: Facts) -> Iterator[Finding]:
             "openmp-missing", what, "torch was imported and no libgomp, libiomp5 or libomp mapped", install_torch(facts)
         )
     elif found and len(found) > 1:
-        own = facts.torch.folder if facts.torch else Path()
-        homes = {own.resolve(), (own / "lib").resolve(), own.with_name("torch.libs").resolve(), facts.prefix / "lib"}
-        extra = [path for path in found if Path(path).parent not in homes and own.resolve() not in Path(path).parents]
+        folder = facts.torch.folder if facts.torch else Path()
+        homes = {folder.resolve(), (folder / "lib").resolve(), folder.with_name("torch.libs").resolve()}
+        # A wheel of torch brings its own; conda's takes the one of the environment.
+        own = [path for path in found if Path(path).parent in homes]
+        own = own or [path for path in found if Path(path).parent == (facts.prefix / "lib").resolve()]
+        extra = [path for path in found if path not in own] or found[1:]
         what = f"{len(found)} OpenMP runtimes in one process: their threads compete, and results may be wrong"
         how = f"torch and {NAME} were imported, and these are mapped: {', '.join(found)}"
-        yield Finding("openmp-mixed", what, how, remove(Path((extra or found)[-1]), facts))
+        yield Finding("openmp-mixed", what, how, remove(Path(extra[0]), facts))
 
 
 def solver(facts: Facts) -> Iterator[Finding]:
@@ -244,37 +248,48 @@ def settings(facts: Facts) -> Iterator[Finding]:
         yield Finding("simd", what, "the environment variable EXTENSION_CPP_SIMD", "unset EXTENSION_CPP_SIMD")
 
 
-def unexplained(facts: Facts, findings: list[Finding]) -> Iterator[Finding]:
-    """What doesn't work without any of the causes above: in its own words."""
-    found = {finding.name for finding in findings}
+# What doesn't work without any of the causes above: in its own words.
+
+
+def dies(facts: Facts, causes: set[str]) -> Iterator[Finding]:
     if facts.probe.get("died"):
         torch = "threads" not in facts.probe  # The first that it says, once torch is there.
         mend = install_torch(facts, again=True) if torch else install_package(facts, built_as(facts))
         yield Finding("died", f"importing {'torch' if torch else NAME} ends the process", facts.probe["died"], mend)
-    harmless = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}
-    causes = found - harmless
+
+
+def import_fails(facts: Facts, causes: set[str]) -> Iterator[Finding]:
     if (error := facts.probe.get("error")) and not causes:
         # A C or C++ runtime that is too old here: the same file will not do.
         mend = install_package(facts, same="not found (required by" not in error)
         yield Finding("import-fails", f"{NAME} can't be imported", error.splitlines()[0], mend)
-    errors = facts.probe.get("load_errors", {})
-    if facts.library("_C_cuda") and not causes:
-        for library, error in errors.items():
+    for library, error in facts.probe.get("load_errors", {}).items():
+        if facts.library(library) and not causes:
             yield Finding("not-loaded", f"{library} is not loaded", error, install_package(facts, built_as(facts)))
-    served = facts.probe.get("backends", {})
-    for kind in ("cpu", *(["cuda"] if facts.gpus and facts.library("_C_cuda") and not causes and not errors else [])):
-        # One operator may have no kernel for a device; that none has is no one's intention.
+
+
+def no_kernels(facts: Facts, causes: set[str]) -> Iterator[Finding]:
+    """One operator may have no kernel for a device; that none has is no one's intention."""
+    served, errors = facts.probe.get("backends", {}), facts.probe.get("load_errors", {})
+    cuda = facts.gpus and facts.library("_C_cuda") and not causes and not errors
+    for kind in ("cpu", "cuda") if cuda else ("cpu",):
         if served and all(by_kind.get(kind) == "reference" for by_kind in served.values()):
             how = f"that serves {', '.join(served)}, though no library failed to load"
             mend = install_package(facts, built_as(facts))
             yield Finding("not-native", f"on {kind} every operator runs its PyTorch reference", how, mend)
+
+
+def hidden_gpus(facts: Facts, causes: set[str]) -> Iterator[Finding]:
     if facts.gpus and facts.probe.get("cuda_devices") == 0 and not causes & {"driver-torch", "driver-fails"}:
         said = facts.probe.get("cuda_said") or "it doesn't say why"
-        hidden = facts.visible_devices is not None
-        variable = f"; CUDA_VISIBLE_DEVICES is '{facts.visible_devices}'" if hidden else ""
-        how = f"{show_gpus(facts)}; torch.cuda.is_available() is false: {said}{variable}"
+        how = f"{show_gpus(facts)}; torch.cuda.is_available() is false: {said}"
         mend = "sudo modprobe nvidia_uvm; with NVSwitch also sudo systemctl start nvidia-fabricmanager"
-        yield Finding("hidden-gpu", "PyTorch sees no GPU", how, "unset CUDA_VISIBLE_DEVICES" if hidden else mend)
+        first = (facts.visible_devices or "").split(",")[0].strip()
+        shown = first.startswith(("GPU-", "MIG-")) or (first.isdigit() and int(first) < len(facts.gpus))
+        if facts.visible_devices is not None and not shown:
+            how += f"; CUDA_VISIBLE_DEVICES is '{facts.visible_devices}'"
+            mend = "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("hidden-gpu", "PyTorch sees no GPU", how, mend)
 
 
 CHECKS: list[Check] = [
@@ -290,3 +305,6 @@ CHECKS: list[Check] = [
     solver,
     settings,
 ]
+REMAINING = [dies, import_fails, no_kernels, hidden_gpus]
+# They keep no library from being loaded, so they explain none that isn't.
+HARMLESS = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}

@@ -349,6 +349,18 @@ def test_driver_that_does_not_answer(environment):
         assert "driver-fails" not in environment.doctor()
 
 
+def test_cuda_library_that_can_not_be_loaded(environment, tmp_path):
+    """As it was linked to a CUDA that isn't here: what the loader of the system says."""
+    runtime = compile_library(tmp_path / "libcudart.so.99", "int cuda_nothing;", "-Wl,-soname,libcudart.so.99")
+    (environment.package / "_C_cuda.so").unlink(missing_ok=True)
+    command = [*COMPILER, "-shared", "-o", environment.package / "_C_cuda.so", "-Wl,--no-as-needed", runtime]
+    subprocess.run(command, check=True)
+    runtime.unlink()
+    environment.own_torch(cuda="'13.0'")
+    found = environment.doctor()
+    assert list(found) == ["not-loaded"] and "libcudart.so.99: cannot open" in found["not-loaded"]["how"]
+
+
 def test_hidden_gpu(environment):
     environment.machine(13000, gpu=(9, 0))
     environment.cuda_library(13000)
@@ -357,6 +369,7 @@ def test_hidden_gpu(environment):
     assert found["hidden-gpu"]["mend"] == "unset CUDA_VISIBLE_DEVICES"
     # That library has no kernels.
     assert list(found) == ["not-native", "hidden-gpu"] and "serves myadd_out, mymul" in found["not-native"]["how"]
+    assert "modprobe" in environment.doctor(CUDA_VISIBLE_DEVICES="0")["hidden-gpu"]["mend"]
 
 
 @pytest.mark.parametrize(
