@@ -64,7 +64,9 @@ def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
             for file in distribution.files or []
             if str(file).startswith(f"{NAME}/") and file.suffix != ".pyc"
         }
-        url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        direct = json.loads(distribution.read_text("direct_url.json") or "{}")
+        url, repository = direct.get("url", ""), direct.get("vcs_info")
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}" if repository else url
         by = (distribution.read_text("INSTALLER") or "an unknown installer").strip()
         text = f"wheel: {distribution.version}, installed by {by}{f' from {url}' if url else ''}"
         return Origin("wheel", text, url, list(altered(digests)))

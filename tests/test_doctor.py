@@ -489,6 +489,20 @@ def test_wheel(environment, tmp_path):
     assert list(environment.doctor()) == ["torch-fails"]
 
 
+def test_wheel_of_a_repository(environment):
+    """As pip names it, so that the same commit comes again."""
+    info = environment.site / "extension_cpp-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extension_cpp\nVersion: 0.1.0\n")
+    (info / "RECORD").write_text("extension_cpp/_C.abi3.so,,\nextension_cpp/gone.py,,\n")
+    direct = {"url": "https://example.org/extension_cpp.git", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}}
+    (info / "direct_url.json").write_text(json.dumps(direct))
+    (environment.site / "torch").unlink()
+    found = environment.doctor()
+    assert found["altered"]["how"].startswith("gone.py is gone in ")
+    assert found["altered"]["mend"].endswith("--no-deps git+https://example.org/extension_cpp.git@0123abc")
+
+
 def test_compiled_just_in_time(environment, tmp_path):
     """The library is not in the package, but in a folder that was added to it."""
     (tmp_path / "cache").mkdir()
