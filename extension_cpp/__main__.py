@@ -10,7 +10,8 @@ import sys
 import textwrap
 
 from extension_cpp import _doctor
-from extension_cpp._facts import Facts, Library, gather
+from extension_cpp._facts import Facts, gather
+from extension_cpp._libraries import Library
 
 try:
     from rich.console import Console

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from extension_cpp import _loader
-from extension_cpp._facts import Facts, Gpu, Library
+from extension_cpp._facts import Facts
+from extension_cpp._libraries import serves, who_has
 from extension_cpp._mend import (
     install_package,
     install_torch,
@@ -19,14 +20,6 @@ from extension_cpp._mend import (
     update_driver,
 )
 from extension_cpp._origin import NAME
-
-# The functions of torch's stable shim that came after 2.10, by the release that has them first.
-NEWER = {
-    "2.11": r"torch_from_blob|torch_dtype_float(4_e2m1fn_x2|8_e8m0fnu)",
-    "2.12": r"torch_tag_\w+|torch_library_def_with_tags|aoti_torch_dtype_float(4_e2m1fn_x2|8_e8m0fnu)",
-    "2.13": r"torch_\w*(generator|stable_ivalue|exception)\w*|torch_library_set_python_module|torch_stream_native_handle",
-    "2.14": r"torch_has_storage|torch_mps_set_arg_bytes|torch_tensor_(from|to)_pyobject",
-}
 
 
 @dataclass
@@ -133,11 +126,6 @@ def symbols_are_there(facts: Facts) -> Iterator[Finding]:
             yield Finding("undefined-symbols", what, how, mend)
 
 
-def who_has(symbol: str) -> str | None:
-    """The first release of torch with a function that came after 2.10, or None where that is not known."""
-    return next((version for version, names in NEWER.items() if re.fullmatch(names, symbol)), None)
-
-
 def cuda_build(facts: Facts) -> Iterator[Finding]:
     if facts.gpus and not any(library.path.stem == "_C_cuda" for library in facts.libraries):
         how = f"{show_gpus(facts)}; {facts.package} has no _C_cuda.so"
@@ -181,7 +169,7 @@ def architectures(facts: Facts) -> Iterator[Finding]:
     if library is None or not library.architectures:
         return
     for gpu in {gpu.arch: gpu for gpu in facts.gpus}.values():
-        code, ptx = serves(library, gpu, facts.driver)
+        code, ptx = serves(library, gpu.architecture, facts.driver)
         if code:
             continue
         how = f"{gpu.name} is of architecture {gpu.arch}, {library.path} has {', '.join(library.architectures)}"
@@ -193,19 +181,6 @@ def architectures(facts: Facts) -> Iterator[Finding]:
         if gpu.architecture < (7, 5):
             mend += " (with nvcc of CUDA 12)"
         yield Finding("architecture", what, how, mend)
-
-
-def serves(library: Library, gpu: Gpu, driver: int | None) -> tuple[bool, bool]:
-    """Whether a GPU can run the library's machine code, and whether its driver can compile its PTX."""
-    code = ptx = False
-    for name in library.architectures:
-        match = re.match(r"(\d+)\.(\d)([af]?)", name)
-        if match:
-            built = int(match[1]), int(match[2])
-            same = built == gpu.architecture
-            code |= same if match[3] == "a" else built[0] == gpu.architecture[0] and built <= gpu.architecture
-            ptx |= name.endswith("+PTX") and (same if match[3] else built <= gpu.architecture)
-    return code, ptx and (driver is None or driver >= library.cuda)  # An older driver doesn't know that PTX.
 
 
 def missing_openmp(error: str) -> str:

@@ -15,33 +15,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from extension_cpp import _loader
+from extension_cpp._libraries import Library, platform_of, read_library
 from extension_cpp._origin import Origin, Wish, cpu_wishes, find_origin, other_copies, pixi_manifest, read
 from extension_cpp._version import __version__
 
-MACHINES = {3: "x86", 21: "ppc64le", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 DRIVER_NOT_LOADED = 9
-FORMATS = {b"MZ": "Windows", b"\xcf\xfa\xed\xfe": "Darwin", b"\xca\xfe\xba\xbe": "Darwin"}
-
-
-@dataclass
-class Library:
-    """One of the package's two libraries, as its file has it."""
-
-    path: Path
-    damage: str = ""
-    platform: str = ""
-    """Where it runs: "Linux x86_64", "Darwin"."""
-    cuda: int = 0
-    """The CUDA runtime in it, 13000 for 13.0; 0 for none."""
-    architectures: list[str] = field(default_factory=list)
-    """As TORCH_CUDA_ARCH_LIST has them."""
-    undefined: list[str] = field(default_factory=list)
-    """Symbols of torch that no library of the torch here defines."""
 
 
 @dataclass
@@ -112,9 +95,11 @@ def gather() -> Facts:
 
     facts.torch = attempt("the version of torch", find_torch)
     facts.conda = (facts.prefix / "conda-meta").is_dir()
+    folder = facts.torch.folder if facts.torch else None
     for path in sorted(facts.package.glob("_C*")):
         if path.suffix in (".so", ".pyd", ".dll", ".dylib"):
-            facts.libraries.append(attempt(path.name, partial(read_library, path, facts), Library(path)))
+            ask = partial(read_library, path, facts.platform, folder, facts.unread)
+            facts.libraries.append(attempt(path.name, ask, Library(path, damage="it can't be read")))
     facts.others = attempt("other copies", partial(other_copies, facts.package), [])
     facts.driver = _loader.driver_version()
     facts.visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -126,8 +111,8 @@ def gather() -> Facts:
     facts.simd, facts.simd_possible = simd(os.environ.get("EXTENSION_CPP_SIMD", "")), simd("")
     facts.probe = attempt("torch, from inside", probe, {})
     loaded = facts.probe.get("library")
-    ask = partial(find_origin, facts.package, facts.prefix, Path(loaded) if loaded else None)
-    facts.origin = attempt("where the package came from", ask, facts.origin)
+    origin = partial(find_origin, facts.package, facts.prefix, Path(loaded) if loaded else None)
+    facts.origin = attempt("where the package came from", origin, facts.origin)
     return facts
 
 
@@ -142,70 +127,6 @@ def find_torch() -> Torch | None:
     version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b.*= ['\"](.+?)['\"]", text, re.MULTILINE)
     return Torch(folder, version[1] if version else "unknown", cuda[1] if cuda else None)
-
-
-def read_library(path: Path, facts: Facts) -> Library:
-    library = Library(path)
-    content = path.read_bytes()
-    if not platform_of(content):
-        library.damage = f"it is no library, but {len(content)} bytes of something else" if content else "it is empty"
-        return library
-    library.platform = platform_of(content)
-    try:
-        _loader.check_complete(path)
-    except ImportError:
-        library.damage = f"it ends too early, after {len(content)} bytes"
-        return library
-    built = re.search(rb"extension_cpp: CUDA (\d+), architectures ([^;]+);", content)
-    if built:
-        library.cuda, library.architectures = int(built[1]), built[2].decode().split("/")
-    if content.startswith(b"\x7fELF") and library.platform == facts.platform and facts.torch:
-        try:
-            library.undefined = undefined(path, facts.torch, facts)
-        except Exception as error:
-            library.damage = f"its symbols can't be read: {type(error).__name__}: {error}"
-    return library
-
-
-def platform_of(content: bytes) -> str:
-    """Where a library or program runs, by its first bytes; empty for anything else."""
-    if not content.startswith(b"\x7fELF") or len(content) < 20:
-        return next((name for magic, name in FORMATS.items() if content.startswith(magic)), "")
-    number = int.from_bytes(content[18:20], "little" if content[5] == 1 else "big")
-    return f"Linux {MACHINES.get(number, f'machine {number}')}"
-
-
-def undefined(path: Path, torch: Torch, facts: Facts) -> list[str]:
-    """The symbols of torch that a library needs and that none of torch's libraries has."""
-    try:
-        from elftools.elf.elffile import ELFFile
-    except ImportError:
-        facts.unread.append(f"the symbols of {path.name}: pyelftools is not installed")
-        return []
-
-    with path.open("rb") as stream:
-        table: Any = ELFFile(stream).get_section_by_name(".dynsym")
-        wanted = sorted(s.name for s in table.iter_symbols() if s["st_shndx"] == "SHN_UNDEF") if table else []
-    wanted = [name for name in wanted if re.match(r"(aoti_)?torch_\w+$|_ZNK?(2at|3c10|5torch)", name)]
-    try:
-        tables = symbol_tables(torch.folder)
-    except Exception as error:
-        facts.unread.append(f"which symbols torch has: {type(error).__name__}: {error}")
-        return []
-    if not tables:
-        facts.unread.append(f"which symbols torch has: no library in {torch.folder / 'lib'}")
-        return []
-    return [name for name in wanted if not any(table.get_symbol(name) for table in tables)]
-
-
-@cache
-def symbol_tables(torch: Path) -> list[Any]:
-    """Of torch's libraries: by hash, as the largest has a hundred thousand symbols."""
-    from elftools.elf.elffile import ELFFile
-
-    files = [file for folder in (torch / "lib", Path(sys.prefix) / "lib") for file in folder.glob("lib*.so")]
-    elves = [ELFFile(f.open("rb")) for f in files if re.match(r"lib(torch|c10)", f.name) and f.stat().st_size]
-    return [section for elf in elves if (section := elf.get_section_by_name(".gnu.hash"))]
 
 
 def read_gpus(facts: Facts) -> None:

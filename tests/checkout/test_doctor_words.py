@@ -5,8 +5,9 @@ from pathlib import Path
 
 from torch_abi_audit import torch_versions
 
-from extension_cpp import __main__, _doctor, _mend
-from extension_cpp._facts import Facts, Gpu, Library
+from extension_cpp import __main__, _doctor, _libraries, _mend
+from extension_cpp._facts import Facts, Gpu
+from extension_cpp._libraries import Library
 from extension_cpp._origin import Origin
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,8 @@ def test_who_has():
     for name, (major, minor, _) in versions.items():
         # Single operators per backend, for code that torch.compile exports; no stable header calls them.
         if not re.match(r"aoti_torch_(cpu|cuda|mps|xpu)_", name):
-            assert _doctor.who_has(name) == (f"{major}.{minor}" if (major, minor) > (2, 10) else None), name
-    assert _doctor.who_has("aoti_torch_does_not_exist") is None
+            assert _libraries.who_has(name) == (f"{major}.{minor}" if (major, minor) > (2, 10) else None), name
+    assert _libraries.who_has("aoti_torch_does_not_exist") is None
 
 
 def test_readme(capsys, monkeypatch):
