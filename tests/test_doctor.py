@@ -66,7 +66,7 @@ class Environment:
         shutil.copytree(PACKAGE, self.package, ignore=shutil.ignore_patterns("__pycache__"))
         dropped = ("PYTHONPATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "CONDA_OVERRIDE_CUDA", "EXTENSION_CPP_SIMD")
         self.variables = {name: value for name, value in os.environ.items() if name not in dropped}
-        self.variables["HOME"] = str(prefix)
+        self.variables |= {"HOME": str(prefix), "PATH": str(prefix / "bin")}  # No .condarc, no conda of this machine.
         self.machine()
 
     def machine(self, cuda: int | None = None, gpu: tuple[int, int] | None = None, error: int = 0) -> None:
