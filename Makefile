@@ -7,7 +7,7 @@ CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 
-.PHONY: test package env bench matrix lint format clean
+.PHONY: test package env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,8 +36,18 @@ package: $(CONDA)/.ready
 env: $(CONDA)/.ready
 	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.env
 
+# COMPARE=<commit> says what became faster or slower since that commit's results; BENCH has the harness's own options.
 bench: build
-	$(RUN) -m benchmarks $(BENCH)
+	$(RUN) -m benchmarks $(BENCH) $(if $(COMPARE),--compare $(COMPARE))
+	$(RUN) -m benchmarks.report
+
+# A short form, which fails where an operator fell behind its peer by more than the noise.
+bench-check: build
+	$(RUN) -m benchmarks --check
+
+# Draws the committed results, and fills in the documents' tables.
+report: build
+	$(RUN) -m benchmarks.report
 
 matrix: build
 	$(MAKE) package VARIANT=all

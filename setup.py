@@ -83,7 +83,8 @@ class NinjaBuild(build_ext):
         # No path of this machine gets into the libraries: messages name csrc/... and include/torch/...
         host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if DEBUG else "-g0"]
         host += [f"-ffile-prefix-map={include}=include"] if " " not in include else []  # nvcc can't pass a space on
-        common = ["-std=c++20", "-O0" if DEBUG else "-O3", "-isystem", include, *STABLE_ABI]
+        optimise = "-O0" if DEBUG else "-O3"
+        common = ["-std=c++20", "-isystem", include, *STABLE_ABI]
         python = [flag for path in self.include_dirs for flag in ("-isystem", path)]
         cxx = shlex.split(os.environ.get("CXX", "c++"))
         # Through libtorch.so, libtorch_cuda.so comes into scope at load time; a CPU build of torch has no such file.
@@ -94,17 +95,27 @@ class NinjaBuild(build_ext):
         output = "-MMD -MF $out.d -c $in -o $out"
         env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
         rules = {
-            "cxx": f"{shlex.join([*cxx, *common, *host, *python])} {env['CXXFLAGS']} {output}",
+            # Conda's flags have -O2, with which GCC leaves most of the kernels' loops as they are: the last one counts.
+            "cxx": f"{shlex.join([*cxx, *common, *host, *python])} {env['CXXFLAGS']} {optimise} {output}",
             "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(torch)} {env['LDFLAGS']}",
         }
         if self.nvcc:
             # conda-forge's nvcc brings its own host compiler in these flags.
             given = "-ccbin" in os.environ.get("NVCC_PREPEND_FLAGS", "")
             nvcc = [self.nvcc, *([] if given else ["-ccbin", cxx[0]])]
-            device = [*architecture_flags(), "--threads=2", "-DUSE_CUDA", "-G" if DEBUG else "--compress-mode=size"]
+            device = [
+                optimise,
+                *architecture_flags(),
+                "--threads=2",
+                "-DUSE_CUDA",
+                "-G" if DEBUG else "--compress-mode=size",
+            ]
             wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
             linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
-            rules["nvcc"] = f"{shlex.join([*nvcc, *common, *device, *wrapped])} {output}"
+            # nvcc makes the names of internal symbols from a random number and the folder; made from the file's name alone,
+            # they are the same in every build.
+            names = "--frandom-seed=$in -Xcudafe --orig_src_path_name=$in"
+            rules["nvcc"] = f"{shlex.join([*nvcc, *common, *device, *wrapped])} {names} {output}"
             rules["link_nvcc"] = (
                 f"{shlex.join(nvcc)} -shared -cudart=static --no-device-link $in -o $out {shlex.join(linked)}"
             )

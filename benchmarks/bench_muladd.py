@@ -1,161 +1,184 @@
-"""mymuladd and myadd_out beside what one would use instead."""
+"""mymuladd, mymul and myadd_out beside what one would use instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.harness import OURS, Case, time_calls
+from benchmarks.contenders import backward, compiled, graphed
+from benchmarks.harness import OURS, Case, Function, time_calls
+from extension_cpp.ops import muladd
 
-SIZES = {"cpu": (10, 16, 20, 26), "cuda": (20, 24, 28)}
+SIZES = {"cpu": (10, 16, 20, 26), "cuda": (10, 16, 20, 24, 28)}
 DTYPES = (torch.float32, torch.bfloat16)
 C = 1.5
 
 
-def peers(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
-    c = torch.tensor(C, dtype=a.dtype, device=a.device)
-    compiled = torch.compile(lambda a, b: a * b + C)
+def mymuladd(a: Tensor, b: Tensor) -> Tensor:
+    return extension_cpp.mymuladd(a, b, C)
+
+
+def mymuladd_reference(a: Tensor, b: Tensor) -> Tensor:
+    return muladd.mymuladd_reference(a, b, C)
+
+
+def eager(a: Tensor, b: Tensor) -> Tensor:
+    return a * b + C
+
+
+def addcmul(device: str, dtype: torch.dtype) -> Function:
+    c = torch.tensor(C, dtype=dtype, device=device)
+    return lambda a, b: torch.addcmul(c, a, b)
+
+
+def peers(device: str, dtype: torch.dtype) -> dict[str, Function]:
     return {
-        OURS: lambda: extension_cpp.mymuladd(a, b, C),
-        "a*b+c": lambda: a * b + C,
-        "addcmul": lambda: torch.addcmul(c, a, b),
-        "compiled a*b+c": lambda: compiled(a, b),
+        OURS: mymuladd,
+        "a*b+c": eager,
+        "addcmul": addcmul(device, dtype),
+        "compiled a*b+c": compiled(eager),
     }
 
 
-def forward(device: str, dtype: torch.dtype, log2: int) -> Case:
+def vectors(device: str, dtype: torch.dtype, n: int, count: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: tuple(torch.randn(n, device=device).to(dtype) for _ in range(count))
+
+
+def forward(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
+    n = 2**log2
+    common = {"dtype": dtype, "size": f"2^{log2}", "x": n, "bytes": 3 * dtype.itemsize * n}
+    two, four = vectors(device, dtype, n, 2), vectors(device, dtype, n, 3)
+    short = log2 == 20 or (log2 == 16 and dtype == torch.float32)
+    yield Case(
+        "mymuladd",
+        device,
+        peers(device, dtype),
+        two,
+        mymuladd_reference,
+        operations=2 * n,
+        short=short,
+        **common,
+    )
+    yield Case(
+        "mymul",
+        device,
+        {OURS: extension_cpp.mymul, "torch.mul": torch.mul},
+        two,
+        muladd.mymul_reference,
+        operations=n,
+        **common,
+    )
+
+    def returning_out(function: Function) -> Function:
+        return lambda a, b, out: (function(a, b, out), out)[1]
+
+    yield Case(
+        "myadd_out",
+        device,
+        {OURS: returning_out(extension_cpp.myadd_out), "torch.add(out=)": lambda a, b, out: torch.add(a, b, out=out)},
+        four,
+        returning_out(muladd.myadd_out_reference),
+        operations=n,
+        short=short,
+        **common,
+    )
+
+
+def training(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
     n = 2**log2
 
-    def contenders():
-        return peers(*(torch.randn(n, device=device).to(dtype) for _ in range(2)))
+    def inputs() -> tuple[Tensor, ...]:
+        grad, a, b = vectors(device, dtype, n, 3)()
+        return grad, a.requires_grad_(), b.requires_grad_()
 
-    title = f"{name(dtype)} 2^{log2}"
-    return Case("mymuladd", title, device, contenders, bytes=3 * dtype.itemsize * n, operations=2 * n)
-
-
-def multiply(device: str, dtype: torch.dtype, log2: int) -> Case:
-    """The same bytes as mymuladd, so torch.mul is its peer too."""
-    n = 2**log2
-
-    def contenders():
-        a, b = (torch.randn(n, device=device).to(dtype) for _ in range(2))
-        return {
-            f"{OURS} mymuladd": lambda: extension_cpp.mymuladd(a, b, C),
-            f"{OURS} mymul": lambda: extension_cpp.mymul(a, b),
-            "torch.mul": lambda: torch.mul(a, b),
-        }
-
-    title = f"against torch.mul, {name(dtype)} 2^{log2}"
-    return Case("mymuladd", title, device, contenders, bytes=3 * dtype.itemsize * n, operations=2 * n, compare=False)
-
-
-def training(device: str, dtype: torch.dtype, log2: int) -> Case:
-    n = 2**log2
-
-    def contenders():
-        a, b = (torch.randn(n, device=device).to(dtype).requires_grad_() for _ in range(2))
-        grad = torch.randn(n, device=device).to(dtype)
-        compiled = torch.compile(lambda a, b: a * b + C)
-
-        def step(function):
-            def run():
-                a.grad = b.grad = None
-                function(a, b).backward(grad)
-                return a.grad, b.grad
-
-            return run
-
-        return {
-            OURS: step(lambda a, b: extension_cpp.mymuladd(a, b, C)),
-            "a*b+c": step(lambda a, b: a * b + C),
-            "compiled a*b+c": step(compiled),
-        }
-
-    title = f"forward and backward, {name(dtype)} 2^{log2}"
-    return Case("mymuladd", title, device, contenders, bytes=8 * dtype.itemsize * n, operations=4 * n)
-
-
-def training_graph(dtype: torch.dtype, log2: int) -> Case:
-    """Forward and backward as one CUDA graph each: the device's time, without Python's."""
-    case = training("cuda", dtype, log2)
-
-    def contenders():
-        def captured(function):
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    function()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results = function()
-
-            def run():
-                graph.replay()
-                return results
-
-            return run
-
-        return {key: captured(function) for key, function in case.contenders().items()}
-
-    title = case.name.replace("forward and backward", "forward and backward as a CUDA graph")
-    return Case(case.op, title, "cuda", contenders, case.bytes, case.operations)
+    steps = {
+        OURS: backward(mymuladd),
+        "a*b+c": backward(eager),
+        "compiled a*b+c": backward(compiled(eager)),
+    }
+    common = {
+        "inputs": inputs,
+        "reference": backward(mymuladd_reference),
+        "dtype": dtype,
+        "size": f"2^{log2}",
+        "x": n,
+        "bytes": 8 * dtype.itemsize * n,
+        "operations": 4 * n,
+    }
+    short = log2 == 20 and dtype == torch.float32
+    yield Case("mymuladd", device, steps, kind="forward and backward", short=short, **common)
+    if device == "cuda":
+        graphs = {name: graphed(step) for name, step in steps.items()}
+        yield Case("mymuladd", device, graphs, kind="forward and backward as a CUDA graph", **common)
 
 
 def layouts(device: str, dtype: torch.dtype) -> Iterator[Case]:
     side = 8192 if device == "cuda" else 1024
 
-    def square(*size: int) -> Tensor:
-        return torch.randn(size or (side, side), device=device).to(dtype)
+    def square(*size: int, on: str) -> Tensor:
+        return torch.randn(size or (side, side), device=on).to(dtype)
 
     images = (side // 128, 256, 56, 56) if device == "cuda" else (4, 64, 56, 56)
-    last = torch.channels_last
-    makers: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-        "both transposed": lambda: (square().t(), square().t()),
-        "one transposed": lambda: (square(), square().t()),
-        "a row broadcast": lambda: (square(), square(side)),
-        "a column broadcast": lambda: (square(), square(side, 1)),
-        "outer product": lambda: (square(side, 1), square(side)),
-        "columns of a wider matrix": lambda: (square(), square(side, side + 8)[:, :side]),
-        "columns off alignment": lambda: (square(), square(side, side + 8)[:, 1 : side + 1]),
-        "one element off alignment": lambda: (square(side**2 + 1)[1:], square(side**2 + 1)[1:]),
-        "every second element": lambda: (square(side**2)[::2], square(side**2)[::2]),
-        "channels last": lambda: tuple(square(*images).contiguous(memory_format=last) for _ in range(2)),
-        "channels last and first": lambda: (square(*images), square(*images).contiguous(memory_format=last)),
-        "a channel's bias": lambda: (square(*images), square(256 if device == "cuda" else 64, 1, 1)),
-        "permuted": lambda: (square(side // 32, 512, 256).permute(2, 0, 1), square(256, side // 32, 512)),
+    last = {"memory_format": torch.channels_last}
+    makers: dict[str, Callable[[str], tuple[Tensor, Tensor]]] = {
+        "both transposed": lambda on: (square(on=on).t(), square(on=on).t()),
+        "one transposed": lambda on: (square(on=on), square(on=on).t()),
+        "a row broadcast": lambda on: (square(on=on), square(side, on=on)),
+        "a column broadcast": lambda on: (square(on=on), square(side, 1, on=on)),
+        "outer product": lambda on: (square(side, 1, on=on), square(side, on=on)),
+        "columns of a wider matrix": lambda on: (square(on=on), square(side, side + 8, on=on)[:, :side]),
+        "columns off alignment": lambda on: (square(on=on), square(side, side + 8, on=on)[:, 1 : side + 1]),
+        "one element off alignment": lambda on: (square(side**2 + 1, on=on)[1:], square(side**2 + 1, on=on)[1:]),
+        "every second element": lambda on: (square(side**2, on=on)[::2], square(side**2, on=on)[::2]),
+        "channels last": lambda on: (
+            square(*images, on=on).contiguous(**last),
+            square(*images, on=on).contiguous(**last),
+        ),
+        "channels last and first": lambda on: (square(*images, on=on), square(*images, on=on).contiguous(**last)),
+        "a channel's bias": lambda on: (square(*images, on=on), square(images[1], 1, 1, on=on)),
+        "permuted": lambda on: (
+            square(side // 32, 512, 256, on=on).permute(2, 0, 1),
+            square(256, side // 32, 512, on=on),
+        ),
     }
+    if dtype != torch.float32:  # The same paths, so that the ones that differ in nothing but bytes are left out.
+        makers = {title: makers[title] for title in ("one transposed", "a row broadcast", "channels last and first")}
     for title, make in makers.items():
-        a, b = make()
-        moved = sum(t.untyped_storage().nbytes() if 0 in t.stride() else t.numel() * t.element_size() for t in (a, b))
+        a, b = make("meta")
         result = torch.broadcast_shapes(a.shape, b.shape).numel()
-        contenders = lambda make=make: {k: f for k, f in peers(*make()).items() if k in (OURS, "a*b+c", "addcmul")}  # noqa: E731
-        bytes = moved + result * dtype.itemsize
-        yield Case("mymuladd", f"{title}, {name(dtype)}", device, contenders, bytes=bytes, operations=2 * result)
-
-
-def add_out(device: str, dtype: torch.dtype, log2: int) -> Case:
-    n = 2**log2
-
-    def contenders():
-        a, b, ours, theirs = (torch.randn(n, device=device).to(dtype) for _ in range(4))
-        return {
-            OURS: lambda: (extension_cpp.myadd_out(a, b, ours), ours)[1],
-            "torch.add(out=)": lambda: torch.add(a, b, out=theirs),
-        }
-
-    title = f"{name(dtype)} 2^{log2}"
-    return Case("myadd_out", title, device, contenders, bytes=3 * dtype.itemsize * n, operations=n)
+        # A cache line is read whole, however little of it is used.
+        read = sum(t.untyped_storage().nbytes() for t in (a, b))
+        yield Case(
+            "mymuladd",
+            device,
+            {OURS: mymuladd, "a*b+c": eager, "addcmul": addcmul(device, dtype)},
+            partial(make, device),
+            mymuladd_reference,
+            kind="strided",
+            dtype=dtype,
+            size=title,
+            bytes=read + result * dtype.itemsize,
+            operations=2 * result,
+            short=title == "both transposed" and dtype == torch.float32,
+        )
 
 
 def call(device: str) -> Case:
-    def contenders():
-        return peers(torch.randn(16, device=device), torch.randn(16, device=device))
-
-    return Case("mymuladd", "a call on 16 elements", device, contenders, timer=time_calls)
+    inputs = vectors(device, torch.float32, 16, 2)
+    return Case(
+        "mymuladd",
+        device,
+        peers(device, torch.float32),
+        inputs,
+        mymuladd_reference,
+        kind="a call on 16 elements",
+        timer=time_calls,
+        short=True,
+    )
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -163,15 +186,7 @@ def cases(device: str) -> Iterator[Case]:
     yield call(device)
     for dtype in DTYPES:
         for log2 in SIZES[device]:
-            yield forward(device, dtype, log2)
-            yield multiply(device, dtype, log2)
+            yield from forward(device, dtype, log2)
         for log2 in SIZES[device][-2:] if device == "cpu" else SIZES[device]:
-            yield training(device, dtype, log2)
-            if device == "cuda":
-                yield training_graph(dtype, log2)
-        yield add_out(device, dtype, SIZES[device][-1])
+            yield from training(device, dtype, log2)
         yield from layouts(device, dtype)
-
-
-def name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,62 +1,132 @@
-"""What one waits for: the import and the build."""
+"""What one waits for besides the operators: import, builds, the solver, an installation, a download's size."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.harness import OURS, Case, time_reported
+from benchmarks.harness import OURS, Case, Unavailable, reported
+from benchmarks.records import ROOT
 
-ROOT = Path(__file__).parent.parent
+DIST = Path(os.environ.get("DIST", ROOT / "dist"))
+CONDA = ROOT / ".venv-conda" / "bin" / "python"
+# Prints the seconds of a step. The end is abrupt as py-rattler's threads make Python's own crash now and then.
+SOLVER = """
+import asyncio, os, sys, time
+import rattler
+
+step, prefix, *specs = sys.argv[1:]
+
+async def main():
+    start = time.perf_counter()
+    found = await rattler.solve(os.environ["CHANNELS"].split(), specs, virtual_packages=rattler.VirtualPackage.detect())
+    if step == "install":
+        start = time.perf_counter()
+        await rattler.install(found, prefix, show_progress=False)
+    print(time.perf_counter() - start, flush=True)
+
+asyncio.run(main())
+os._exit(0)
+"""
 
 
-def import_seconds(module: str, after: str = "sys") -> float:
+def seconds(command: list, **options) -> float:
+    """What a process prints last; Unavailable with its own words where it fails."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    if done.returncode:
+        raise Unavailable((done.stderr or done.stdout).strip().splitlines()[-1])
+    return float(done.stdout.split()[-1])
+
+
+def importing(module: str, after: str = "sys") -> float:
     """How long a new process takes to import a module after another."""
     code = f"import sys, time, {after}; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    return seconds([sys.executable, "-c", code])
 
 
-def build_seconds(checkout: Path) -> float:
-    """How long the build in a checkout takes, Python and torch's own start included."""
-    start = time.perf_counter()
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
-    return time.perf_counter() - start
+def package(title: str, contenders: Mapping[str, Callable[..., object]], device: str = "cpu", **options) -> Case:
+    return Case("package", device, contenders, kind=title, timer=reported, **options)
 
 
-def cases(device: str) -> Iterator[Case]:
-    if device != "cpu":
-        return
-    contenders = {
-        OURS: lambda: import_seconds("extension_cpp", after="torch"),
-        "torch": lambda: import_seconds("torch"),
-    }
-    yield Case("package", "import, after torch", device, lambda: contenders, compare=False, timer=time_reported)
-    checkout = Path(tempfile.mkdtemp()) / "checkout"
-    ignored = shutil.ignore_patterns("*.so", "build", "*.egg-info", ".*", "dist", "__pycache__")
-    shutil.copytree(ROOT, checkout, ignore=ignored)
+def sizes() -> Iterator[Case]:
+    files = sorted((DIST / "conda").glob("*/extension_cpp-*.conda"))
+    for file in files:
+        variant = file.name.split("-")[2].split("_")[0]
+        size = file.stat().st_size
+        yield package(f"size, {variant}", {OURS: lambda size=size: float(size)}, unit="B", rounds=1)
+    if not files:
+        yield package("size", {OURS: needs_package})
+
+
+def needs_package() -> float:
+    raise Unavailable(f"there is no package in {os.path.relpath(DIST / 'conda', ROOT)}: make package")
+
+
+def environments() -> Iterator[Case]:
+    """The solver and the installation, beside an environment that has PyTorch alone."""
+    wanted = {OURS: ("extension_cpp * cpu*", "python"), "pytorch alone": ("pytorch * cpu*", "python")}
+    local = DIST / "channel"
+    channels = [DIST / "conda", *([local] if (local / "noarch").exists() else [])]
+    names = [path.resolve().as_uri() for path in channels] + ([] if len(channels) > 1 else ["conda-forge"])
+
+    def run(step: str, specs: tuple[str, ...]) -> float:
+        if not CONDA.exists() or not list((DIST / "conda").glob("*/extension_cpp-*.conda")):
+            needs_package()
+        with tempfile.TemporaryDirectory(dir=DIST) as prefix:
+            variables = {**os.environ, "CHANNELS": " ".join(names)}
+            return seconds([CONDA, "-c", SOLVER, step, Path(prefix, "env"), *specs], env=variables)
+
+    for step, title in (("solve", "solving an environment"), ("install", "installing it")):
+        contenders = {name: lambda step=step, specs=specs: run(step, specs) for name, specs in wanted.items()}
+        yield package(title, contenders, rounds=3)
+
+
+def builds() -> Iterator[Case]:
+    """Of a copy, so that this checkout's libraries stay as they are."""
     backends = "CPU and CUDA" if shutil.which("nvcc") and os.environ.get("USE_CUDA") != "0" else "CPU only"
+    folder = tempfile.TemporaryDirectory()
+    checkout = Path(folder.name) / "checkout"
 
-    def build(*touched: str) -> dict:
-        def once() -> float:
-            for path in touched:
-                (checkout / path).touch()
-            return build_seconds(checkout)
-
-        return {OURS: once}
+    def build(*touched: str) -> float:
+        needed = {"setup.py": (ROOT / "setup.py").exists(), "ninja": importlib.util.find_spec("ninja")}
+        if missing := [name for name, there in needed.items() if not there]:
+            raise Unavailable(f"there is no {' and no '.join(missing)} here")
+        if not checkout.exists():
+            ignored = shutil.ignore_patterns("*.so", "build", "*.egg-info", ".*", "dist", "__pycache__")
+            shutil.copytree(ROOT, checkout, ignore=ignored)
+        for path in touched:
+            (checkout / path).touch()
+        if not touched:
+            shutil.rmtree(checkout / "build", ignore_errors=True)
+        start = time.perf_counter()
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+        if done.returncode:
+            raise Unavailable(f"the build failed: {done.stderr.strip().splitlines()[-1]}")
+        return time.perf_counter() - start
 
     for title, touched, rounds in (
         ("clean build", (), 1),
-        ("build, nothing changed", (), 3),
-        ("build, one .cpp changed", ("csrc/muladd.cpp",), 3),
+        ("build, nothing changed", ("README.md",), 3),
+        ("build, one .cpp changed", ("csrc/muladd.cpp",), 1),
     ):
-        named = f"{title}, {backends}"
-        contenders_of = lambda touched=touched: build(*touched)  # noqa: E731
-        yield Case("package", named, device, contenders_of, compare=False, timer=time_reported, rounds=rounds)
+        # The folder lives as long as the last of these.
+        contenders = {OURS: lambda touched=touched, _=folder: build(*touched)}
+        yield package(f"{title}, {backends}", contenders, rounds=rounds)
+
+
+def cases(device: str) -> Iterator[Case]:
+    """All cases; beside a GPU only the import is another, as torch is."""
+    imports = {OURS: lambda: importing("extension_cpp", after="torch"), "torch": lambda: importing("torch")}
+    yield package("import, after torch", imports, device, rounds=5)
+    if device == "cpu":
+        yield from builds()
+        yield from sizes()
+        yield from environments()

@@ -1,34 +1,38 @@
-"""Times an operator beside its peers in one run and writes what it saw.
+"""Times an operator beside its peers in one run.
 
-Contenders take turns, so that a noisy machine moves all of them; each is checked against the first before it is timed;
-a time is the median over the rounds, with the quartiles beside it. Bytes and operations are declared with a case, so that
-every time is also a fraction of what a plain copy reaches in the same run.
+Contenders take turns, so that a noisy machine moves all of them, and a round's ratio says more than its times. Each is
+checked against the operator's reference before it is timed. A time is the median over the rounds, with the quartiles beside
+it. Bytes and operations are declared with a case, so that every time is also a fraction of what the machine can do: of a
+copy and of a large product that are measured in the same run. On CUDA triton's do_bench flushes the L2 cache before each
+call; on the CPU inputs and results rotate through more memory than its caches hold.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
+import itertools
 import statistics
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import datetime, timezone
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from torch import Tensor
 from torch.utils.benchmark import Timer
 
-import extension_cpp
-
-RESULTS = Path(__file__).parent / "results"
-SCHEMA = 1
-ROUNDS = 7
 OURS = "extension_cpp"
+ROUNDS = 7
+SECONDS = 3.0  # A case that would take longer gets fewer rounds, but three.
+TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-10}
+
+Function = Callable[..., Any]
+
+
+class Unavailable(Exception):
+    """What a case needs is not on this machine."""
 
 
 @dataclass
@@ -36,146 +40,239 @@ class Case:
     """One thing to time: what it is called, who computes it, and what it must move and compute."""
 
     op: str
-    name: str
     device: str
-    contenders: Callable[[], dict[str, Callable[[], object]]]
-    """Makes the inputs and returns the contenders; the first is ours. Called when the case's turn has come."""
+    contenders: Mapping[str, Function]
+    """Who computes it, each a function of the inputs; the first is ours. Peers that are compiled have names that begin
+    with "compiled", CUDA graphs names that end in "graph"."""
+    inputs: Callable[[], tuple] = tuple
+    """Makes the arguments of the contenders; called when the case's turn has come, more than once if inputs rotate."""
+    reference: Function | None = None
+    """The operator's plain PyTorch, on the same inputs; None where there is no result to compare."""
+    kind: str = "forward"
+    dtype: torch.dtype | None = None
+    size: str = ""
+    """What else tells this case from others of its kind: its shape, its layout."""
+    x: float | None = None
+    """Its place on the picture's axis of sizes; None leaves it out of curves."""
+    axis: str = "elements"
+    """What x counts."""
+    draw: str = "bandwidth"
+    """What its curve shows: "bandwidth", "rate" (of operations) or "time"."""
     bytes: int = 0
     operations: int = 0
-    compare: bool = True
-    """Whether the contenders return something to compare."""
+    tolerance: float | None = None
+    """How far from the reference a contender may be, relative and absolute; that of the dtype where None."""
     timer: Callable[[Callable[[], object]], float] | None = None
-    """Seconds a call; the device's own timer where None."""
+    """Seconds (or whatever the unit is) a call; the device's own timer where None."""
+    unit: str = "s"
     rounds: int = ROUNDS
+    short: bool = False
+    """Whether it belongs to the short form that `.ci/run` runs."""
+    threads: int | None = None
+    """How many the CPU uses; as many as the whole run where None."""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part for part in (self.kind, dtype_name(self.dtype), self.size) if part)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.") if dtype else ""
+
+
+def short_form(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases of the short form. On the CPU they have one thread: two wait for each other whenever another process runs,
+    for milliseconds, and a core stays free for that process.
+    """
+    for case in cases:
+        if case.short and case.device == "cpu":
+            yield replace(case, size=", ".join(filter(None, (case.size, "one thread"))), x=None, threads=1)
+        elif case.short:
+            yield case
+
+
+# Timers: seconds a call, by torch.utils.benchmark and triton.testing.
 
 
 def time_cpu(function: Callable[[], object]) -> float:
-    """Seconds a call."""
+    """Of as many calls as fit into 20 ms."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     once = timer.timeit(1).median
-    return timer.timeit(max(1, min(20_000, int(0.03 / once)))).median
+    return timer.timeit(max(1, min(20_000, int(0.02 / once)))).median
 
 
 def time_cuda(function: Callable[[], object]) -> float:
-    """Seconds a call on the device, with the L2 cache flushed before each."""
+    """On the device, between events, with the L2 cache flushed before each call."""
     from triton.testing import do_bench
 
     return do_bench(function, warmup=5, rep=20, return_mode="median") / 1e3
 
 
-def time_reported(function: Callable[[], object]) -> float:
-    """Seconds that the function itself reports, of something that runs in another process."""
-    seconds = function()
-    assert isinstance(seconds, float)
-    return seconds
-
-
 def time_calls(function: Callable[[], object]) -> float:
-    """Seconds a call as Python sees it, device included, of many in a row."""
+    """As Python sees it, device included, of many calls in a row."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return timer.timeit(5_000).median
 
 
-def measure(case: Case) -> Iterator[dict]:
-    """Time a case; yields one record a contender."""
-    contenders = case.contenders()
-    if case.compare:
-        (_, ours), *peers = contenders.items()
-        for _, peer in peers:
-            torch.testing.assert_close(ours(), peer(), rtol=2e-2, atol=2e-2)
+def reported(function: Callable[[], object]) -> float:
+    """What the function itself reports, of something that runs in another process."""
+    value = function()
+    assert isinstance(value, float)
+    return value
+
+
+# Measuring.
+
+
+def results_of(returned: object) -> list[Tensor]:
+    return [returned] if isinstance(returned, Tensor) else list(returned)  # type: ignore[call-overload]
+
+
+def verify(case: Case, inputs: tuple) -> None:
+    """Compare every contender with the reference; AssertionError names the one that computes something else."""
+    if case.reference is None:
+        return
+    results = results_of(case.reference(*inputs))
+    expected = [t.detach().clone() for t in results]
+    written = [t for t in inputs if any(t is result for result in results)]
+    for name, function in case.contenders.items():
+        for t in written:  # So that what one contender wrote doesn't count for the next.
+            t.zero_()
+        for got, want in zip(results_of(function(*inputs)), expected, strict=True):
+            tolerance = TOLERANCES.get(want.dtype, 0.0)
+            if case.tolerance is not None and want.is_floating_point():
+                tolerance = case.tolerance
+
+            def wrong(message: str, name: str = name) -> str:
+                return f"{case.op}: {case.name} on {case.device}: {name} is not what the reference computes\n{message}"
+
+            torch.testing.assert_close(got.detach(), want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=wrong)
+
+
+def cache_bytes() -> int:
+    """The CPU's last-level cache."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=2**25)
+
+
+def input_sets(case: Case, inputs: tuple) -> list[tuple]:
+    """The inputs and, on the CPU, so many copies that they don't stay in its caches."""
+    if case.device != "cpu" or not case.bytes:
+        return [inputs]
+    ours = next(iter(case.contenders.values()))
+    once = Timer("ours(*inputs)", globals={"ours": ours, "inputs": inputs}).timeit(1).median
+    # Four times the cache: with twice as much, a third of it was still found there. Not more than a thousand sets, or the
+    # tensors' own descriptions would no longer be in the cache, where those of a program's few tensors are; nor more than
+    # 50 ms take, as what is slow doesn't wait for memory.
+    return [inputs, *(deepcopy(inputs) for _ in range(min(4 * cache_bytes() // case.bytes, int(0.05 / once), 1_000)))]
+
+
+def rotated(function: Function, sets: list[tuple]) -> Callable[[], object]:
+    """A call on the next inputs. A result lives until its inputs' next turn, so that its memory rotates too."""
+    if len(sets) == 1:
+        return lambda: function(*sets[0])
+    slots = itertools.cycle([(inputs, [None]) for inputs in sets])
+
+    def call() -> None:
+        inputs, kept = next(slots)
+        kept[0] = function(*inputs)
+
+    return call
+
+
+def alternate(calls: dict[str, Callable[[], object]], timer: Callable, rounds: int) -> dict[str, list[float]]:
+    """Times by contender, a value a round; every other round in reverse, so that none always follows the same one."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        for name in reversed(calls) if i % 2 else calls:
+            times[name].append(timer(calls[name]))
+    return times
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return low, middle, high
+
+
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(case: Case) -> list[dict]:
+    """Verify a case and time it; a record a contender, ours first."""
+    with using(case.threads or torch.get_num_threads()):
+        return summarise(case, times_of(case))
+
+
+def times_of(case: Case) -> dict[str, list[float]]:
+    torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    verify(case, inputs)
+    sets = input_sets(case, inputs)
+    calls = {name: rotated(function, sets) for name, function in case.contenders.items()}
+    for call in calls.values() if len(sets) > 1 else ():
+        for _ in sets:  # The first results take fresh memory, which costs more than the work.
+            call()
     timer = case.timer or (time_cuda if case.device == "cuda" else time_cpu)
-    if case.rounds > 1:
-        for function in contenders.values():
-            timer(function)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(case.rounds):
-        for name, function in contenders.items():
-            times[name].append(timer(function))
-    for name, seconds in times.items():
-        low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-        yield {
-            "op": case.op,
-            "case": case.name,
-            "device": case.device,
-            "contender": name,
-            "median_us": round(median * 1e6, 3),
-            "quartiles_us": [round(low * 1e6, 3), round(high * 1e6, 3)],
-            "bytes": case.bytes,
-            "operations": case.operations,
-        }
+    rounds = case.rounds
+    if rounds > 1:
+        start = time.monotonic()
+        alternate(calls, timer, 1)  # warm-up
+        rounds = max(3, min(rounds, int(SECONDS / (time.monotonic() - start))))
+    return alternate(calls, timer, rounds)
 
 
-def copy_case(device: str) -> Case:
-    """The machine's limit: bytes read and written by a plain copy."""
-    n = 2**28 if device == "cuda" else 2**26
-
-    def contenders():
-        source = torch.randn(n, device=device)
-        target = torch.empty_like(source)
-        return {"copy": lambda: target.copy_(source)}
-
-    return Case("copy", f"float32 2^{n.bit_length() - 1}", device, contenders, bytes=8 * n, compare=False)
-
-
-def machine(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    described = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(":")[1].strip() for line in described if line.startswith("model name")]
-    return f"{torch.get_num_threads()} cores of {models[0] if models else platform.processor()}"
-
-
-def provenance(device: str) -> dict:
-    """What a result depends on."""
-    root = Path(__file__).parent.parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
-    libraries = sorted(Path(extension_cpp.__file__).parent.glob("_C*.so"))
-    return {
-        "schema": SCHEMA,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "machine": machine(device),
-        "commit": git.stdout.strip(),
-        "libraries": {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in libraries},
-        "extension_cpp": extension_cpp.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def run(name: str, device: str, cases: list[Case], save: bool, console: Console) -> list[dict]:
-    """Time all cases on a device, print the table, and write benchmarks/results/<name>-<device>.jsonl."""
+def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
+    """Medians and quartiles, of the times and of a round's ratio to our time."""
     records = []
-    for case in track([copy_case(device), *cases], f"{name} on {device}", console=console, transient=True):
-        records += measure(case)
-    limit = next(r["bytes"] / r["median_us"] for r in records if r["contender"] == "copy")
-    console.print(table(f"{name}, {machine(device)}, a copy moves {limit / 1e3:.1f} GB/s", records, limit))
-    if save:
-        RESULTS.mkdir(exist_ok=True)
-        lines = [json.dumps(provenance(device)), *map(json.dumps, records)]
-        (RESULTS / f"{name}-{device}.jsonl").write_text("\n".join(lines) + "\n")
+    ours = times[next(iter(times))]
+    described = {
+        "op": case.op,
+        "case": case.name,
+        "kind": case.kind,
+        "dtype": dtype_name(case.dtype),
+        "size": case.size,
+        **({"x": case.x, "axis": case.axis, "draw": case.draw} if case.x is not None else {}),
+        **({"threads": case.threads} if case.threads else {}),
+        "bytes": case.bytes,
+        "operations": case.operations,
+        "unit": case.unit,
+    }
+    for name, values in times.items():
+        low, middle, high = map(short, quartiles(values))
+        measured = {"rounds": len(values), "best": short(min(values)), "median": middle, "quartiles": [low, high]}
+        record = {**described, "contender": name, **measured}
+        if values is not ours:
+            low, middle, high = map(short, quartiles([theirs / mine for theirs, mine in zip(values, ours)]))
+            record |= {"ratio": middle, "ratio_quartiles": [low, high]}
+        records.append(record)
     return records
 
 
-def table(title: str, records: list[dict], limit: float) -> Table:
-    """A row a case: our time, what share of the copy's bandwidth that is, and how many times longer each peer takes."""
-    result = Table(title=title, title_justify="left")
-    for column in ("operator", "case"):
-        result.add_column(column)
-    for column in ("ours", "of copy"):
-        result.add_column(column, justify="right")
-    result.add_column("times ours")
-    cases = dict.fromkeys((r["op"], r["case"]) for r in records if r["op"] != "copy")
-    for op, name in cases:
-        of_case = [r for r in records if (r["op"], r["case"]) == (op, name)]
-        ours, *peers = of_case
-        share = f"{ours['bytes'] / ours['median_us'] / limit:.0%}" if ours["bytes"] else ""
-        ratios = ", ".join(f"{p['contender']} {p['median_us'] / ours['median_us']:.2f}" for p in peers)
-        result.add_row(op, name, readable(ours["median_us"]), share, ratios)
-    return result
+def short(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
-def readable(us: float) -> str:
-    for unit, scale in (("s", 1e6), ("ms", 1e3)):
-        if us >= scale:
-            return f"{us / scale:.2f} {unit}"
-    return f"{us:.2f} µs"
+def ceilings(device: str, dtypes: Iterable[str]) -> dict:
+    """What the machine can do, in its best round: bytes a second of a copy, operations a second of a product, by dtype."""
+    n, side = (2**28, 8192) if device == "cuda" else (2**26, 2048)
+    timer = time_cuda if device == "cuda" else time_cpu
+
+    def best(function: Function, *inputs: Tensor) -> float:
+        return min(alternate({"": lambda: function(*inputs)}, timer, ROUNDS)[""])
+
+    source, target = torch.ones(n, device=device), torch.empty(n, device=device)
+    rate = short(8 * n / best(target.copy_, source))
+    del source, target
+    rates = {}
+    for dtype in sorted(dtypes):
+        a, b = torch.randn(2, side, side, device=device).to(getattr(torch, dtype))
+        rates[dtype] = short(2 * side**3 / best(torch.matmul, a, b))
+    return {"bytes": rate, "operations": rates}

@@ -16,7 +16,7 @@ from channel.build import SUBDIR, ChannelError, conda_name
 from channel.package import ROOT, choose_channel, console, install, leave, relative
 
 # conda-forge's metapackages, and what the local channel has in their place.
-STAND_INS = {"cxx-compiler": "gxx_linux-64"}
+STAND_INS = {"cxx-compiler": "gxx_linux-64", "cuda-toolkit": "cuda-nvcc_linux-64"}
 
 
 def specs(cuda: bool) -> list[str]:

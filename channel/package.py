@@ -298,7 +298,7 @@ def make(variant: str, dist: Path) -> None:
 
 def make_one(proc: str, rendered: rattler_build.RenderedVariant, url: str, mark: str, dist: Path, steps: Steps) -> None:
     """Build, test, install and call one variant; what was made already only answers again."""
-    state_file, target, prefix = dist / "state.json", dist / "conda", dist / "env" / proc
+    state_file, target, prefix = dist / "packages.json", dist / "conda", dist / "env" / proc
     states = json.loads(state_file.read_text()) if state_file.exists() else {}
     state = states.get(proc, {})
     package = target / SUBDIR / state.get("package", "none")

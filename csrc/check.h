@@ -118,15 +118,37 @@ inline void check_floating(const char* op, const View& t) {
   fail(op, t.name, " must have dtype float16, bfloat16, float32 or float64, got ", dtypes::name(t.dtype));
 }
 
+inline bool is_integer(int32_t dtype) {
+  return dtype == aoti_torch_dtype_int64() || dtype == aoti_torch_dtype_int32() || dtype == aoti_torch_dtype_int16() ||
+         dtype == aoti_torch_dtype_int8() || dtype == aoti_torch_dtype_uint8();
+}
+
+inline void check_integer(const char* op, const View& t) {
+  if (is_integer(t.dtype)) return;
+  fail(op, t.name, " must have dtype uint8, int8, int16, int32 or int64, got ", dtypes::name(t.dtype));
+}
+
+inline void check_real(const char* op, const View& t) {
+  using namespace dtypes;
+  if (t.dtype == kFloat32 || t.dtype == kBFloat16 || t.dtype == kFloat16 || t.dtype == kFloat64) return;
+  if (is_integer(t.dtype)) return;
+  const char* wanted = " must have dtype float16, bfloat16, float32, float64, uint8, int8, int16, int32 or int64, got ";
+  fail(op, t.name, wanted, dtypes::name(t.dtype));
+}
+
+inline void check_device(const char* op, const View& t, const View& like) {
+  if (t.device_type != like.device_type || t.device_index != like.device_index) {
+    fail(op, t.name, " must be on the device of ", like.name, ", ", device_name(like), ", got ", device_name(t));
+  }
+}
+
 // `t` must have the dtype and the device of `like`.
 inline void check_same(const char* op, const View& t, const View& like) {
   if (t.dtype != like.dtype) {
     const std::string want = dtypes::name(like.dtype), got = dtypes::name(t.dtype);
     fail(op, t.name, " must have the dtype of ", like.name, ", ", want, ", got ", got);
   }
-  if (t.device_type != like.device_type || t.device_index != like.device_index) {
-    fail(op, t.name, " must be on the device of ", like.name, ", ", device_name(like), ", got ", device_name(t));
-  }
+  check_device(op, t, like);
 }
 
 }  // namespace extension_cpp

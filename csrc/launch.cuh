@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
 
 #include "check.h"
 
@@ -66,6 +67,23 @@ class Launch {
     kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(arguments...);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) fail(op_, explain(error, architecture(device_)));
+  }
+
+  void zero(void* memory, size_t bytes) { STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_)); }
+
+  // A value on the device, once all that was launched before is done.
+  template <class T>
+  T read(const T* value) {
+    T result;
+    STD_CUDA_CHECK(cudaMemcpyAsync(&result, value, sizeof(T), cudaMemcpyDeviceToHost, stream_));
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    return result;
+  }
+
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    return status != cudaStreamCaptureStatusNone;
   }
 
  private:

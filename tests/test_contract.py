@@ -23,11 +23,10 @@ def define(name: str, kernel, *, fake=None, backward=None, into=False, **descrip
         op = Operator(
             name=name,
             function=lambda *args: overload(*args),
-            reference=double_into if into else double,
             samples=into_samples if into else samples,
             differentiable=backward is not None,
             writes=(1,) if into else (),
-            **description,
+            **{"reference": double_into if into else double, **description},
         )
 
     return Described()
@@ -111,6 +110,18 @@ def constant_size(x: Tensor) -> Tensor:
     return x.new_empty((int(x.shape[0]), *x.shape[1:]))
 
 
+def where_large(x: Tensor) -> Tensor:
+    return (x.reshape(-1) > 3).nonzero().squeeze(1)
+
+
+def some_size(x: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
+
+
+def define_where(name: str, kernel, fake=some_size) -> Contract:
+    return define(name, kernel, fake=fake, reference=where_large, exact=True, dynamic_size=True)
+
+
 def three_dimensions(device: str):
     yield (torch.ones(2, 2, 2, device=device),), "refuses: x must not have 3 dimensions"
 
@@ -122,6 +133,7 @@ def errors_into(device: str):
 
 healthy = define("fault_none", double, backward=twice)
 healthy_into = define("fault_none_into", double_into, into=True)
+healthy_where = define_where("fault_none_where", where_large)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
     "wrong values": (define("fault_values", lambda x: x * 2.001), "test_parity"),
@@ -139,6 +151,12 @@ FAULTS = {
     "not deterministic": (define("fault_random", different_every_time), "test_same_bits_every_time"),
     "specialises on a size": (define("fault_dynamic", double, fake=constant_size), "test_compile"),
     "fake misses an error": (define("fault_error", refuses_in_the_kernel_only, errors=three_dimensions), "test_errors"),
+    "wrong index": (define_where("fault_index", lambda x: where_large(x) + 1), "test_parity"),
+    "wrong dtype of an exact result": (define_where("fault_exact", lambda x: where_large(x).int()), "test_parity"),
+    "fake with a size that depends on values": (
+        define_where("fault_size", where_large, fake=lambda x: x.new_empty(x.numel(), dtype=torch.int64)),
+        "test_fake_kernel",
+    ),
     "changes out, then refuses": (
         define("fault_late", changes_before_refusing, fake=changes_before_refusing, errors=errors_into, into=True),
         "test_errors",
@@ -169,7 +187,7 @@ def test_fault_is_caught(fault, device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    for contract in (healthy, healthy_into):
+    for contract in (healthy, healthy_into, healthy_where):
         if contract is healthy or "grad" not in check:
             getattr(contract, check)(**arguments(check, device))
 

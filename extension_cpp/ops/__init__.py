@@ -1,5 +1,6 @@
 """The operators, one module a family."""
 
 from extension_cpp.ops.muladd import myadd_out, mymul, mymuladd
+from extension_cpp.ops.nms import batched_nms, nms, nms_padded
 
-__all__ = ["myadd_out", "mymul", "mymuladd"]
+__all__ = ["batched_nms", "myadd_out", "mymul", "mymuladd", "nms", "nms_padded"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_DIMS = 64
 
 
@@ -32,12 +33,27 @@ def check_floating(op: str, name: str, t: Tensor) -> None:
         fail(op, f"{name} must have dtype float16, bfloat16, float32 or float64, got {dtype_name(t)}")
 
 
+def check_integer(op: str, name: str, t: Tensor) -> None:
+    if t.dtype not in INTEGER:
+        fail(op, f"{name} must have dtype uint8, int8, int16, int32 or int64, got {dtype_name(t)}")
+
+
+def check_real(op: str, name: str, t: Tensor) -> None:
+    if t.dtype not in FLOATING + INTEGER:
+        wanted = "float16, bfloat16, float32, float64, uint8, int8, int16, int32 or int64"
+        fail(op, f"{name} must have dtype {wanted}, got {dtype_name(t)}")
+
+
+def check_device(op: str, name: str, t: Tensor, like_name: str, like: Tensor) -> None:
+    if t.device != like.device:
+        fail(op, f"{name} must be on the device of {like_name}, {like.device}, got {t.device}")
+
+
 def check_same(op: str, name: str, t: Tensor, like_name: str, like: Tensor) -> None:
     check_strided(op, name, t)
     if t.dtype != like.dtype:
         fail(op, f"{name} must have the dtype of {like_name}, {dtype_name(like)}, got {dtype_name(t)}")
-    if t.device != like.device:
-        fail(op, f"{name} must be on the device of {like_name}, {like.device}, got {t.device}")
+    check_device(op, name, t, like_name, like)
 
 
 def broadcast_shapes(op: str, **tensors: Tensor) -> torch.Size:

@@ -15,7 +15,7 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from conda_package_streaming.api import extract
+from conda_package_streaming.extract import extract
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
@@ -54,7 +54,7 @@ def newest_torch() -> str:
 
 def packages() -> dict[str, Path]:
     """The packages of `make package`, by variant."""
-    states = json.loads((ROOT / "dist" / "state.json").read_text())
+    states = json.loads((ROOT / "dist" / "packages.json").read_text())
     return {proc: ROOT / "dist" / "conda" / "linux-64" / state["package"] for proc, state in sorted(states.items())}
 
 

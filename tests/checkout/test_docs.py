@@ -1,6 +1,7 @@
 """What the documents show is what happens."""
 
 import doctest
+import importlib
 import json
 import re
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 import extension_cpp
-from extension_cpp.ops import muladd
 
 ROOT = Path(__file__).parents[2]
+FAMILIES = [path.stem for path in (ROOT / "extension_cpp" / "ops").glob("[!_]*.py")]
 
 
-@pytest.mark.parametrize("module", [muladd], ids=lambda module: module.__name__)
-def test_docstring_examples(module):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_docstring_examples(family):
+    module = importlib.import_module(f"extension_cpp.ops.{family}")
     result = doctest.testmod(module, extraglobs={"torch": torch, "extension_cpp": extension_cpp})
     assert result.attempted and not result.failed
 

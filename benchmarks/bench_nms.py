@@ -1,0 +1,182 @@
+"""nms and batched_nms beside torchvision's, or where that is not installed, on the CPU, beside the plain double loop."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import extension_cpp
+from benchmarks.harness import OURS, Case, reported
+from extension_cpp.ops.nms import batched_nms_reference, nms_reference
+
+try:
+    import torchvision
+except Exception:  # Absent, or made for another torch.
+    torchvision = None
+
+SIZES = {"cpu": (1_000, 5_000, 20_000), "cuda": (100, 1_000, 5_000, 20_000, 100_000)}
+THRESHOLD = 0.5
+CLASSES = 80
+
+LOOP = r"""
+#include <algorithm>
+#include <cstdint>
+extern "C" int64_t loop(const float (*b)[4], const int64_t* order, int64_t n, double t, uint8_t* drop, int64_t* keep) {
+  int64_t kept = 0;
+  for (int64_t p = 0; p < n; ++p) {
+    const float* x = b[order[p]];
+    if (drop[p]) continue;
+    keep[kept++] = order[p];
+    for (int64_t q = p + 1; q < n; ++q) {
+      const float* y = b[order[q]];
+      if (drop[q]) continue;
+      const float w = std::max(0.f, std::min(x[2], y[2]) - std::max(x[0], y[0]));
+      const float h = std::max(0.f, std::min(x[3], y[3]) - std::max(x[1], y[1]));
+      const float inter = w * h, area = (x[2] - x[0]) * (x[3] - x[1]);
+      drop[q] = inter / (area + (y[2] - y[0]) * (y[3] - y[1]) - inter) > t;
+    }
+  }
+  return kept;
+}
+"""
+
+
+@cache
+def compiled_loop() -> Callable:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "loop.cpp").write_text(LOOP)
+    subprocess.run(["c++", "-O3", "-shared", "-fPIC", "-o", "loop.so", "loop.cpp"], cwd=folder, check=True)
+    loop = ctypes.CDLL(str(folder / "loop.so")).loop
+    loop.restype = ctypes.c_int64
+    return loop
+
+
+def double_loop(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    order = scores.sort(stable=True, descending=True).indices
+    n = len(order)
+    drop, keep = torch.zeros(n, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (boxes, order, drop, keep)]
+    kept = compiled_loop()(*pointers[:2], ctypes.c_int64(n), ctypes.c_double(iou_threshold), pointers[2], pointers[3])
+    return keep[:kept]
+
+
+def double_loop_by_class(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
+    members = [(idxs == c).nonzero().squeeze(1) for c in idxs.unique()]
+    keep = torch.cat([m[double_loop(boxes[m], scores[m], iou_threshold)] for m in members])
+    return keep[scores[keep].sort(descending=True).indices]
+
+
+def peers(device: str) -> dict[str, tuple[Callable, Callable]]:
+    """nms and batched_nms, by whose they are."""
+    result: dict[str, tuple[Callable, Callable]] = {OURS: (extension_cpp.nms, extension_cpp.batched_nms)}
+    if torchvision is not None:
+        result["torchvision"] = (torchvision.ops.nms, torchvision.ops.batched_nms)
+    elif device == "cpu":
+        result["double loop"] = (double_loop, double_loop_by_class)
+    return result
+
+
+def random_boxes(n: int, field: float) -> tuple[Tensor, Tensor]:
+    """Boxes of side 1 to 100. Sixteenths keep products exact, so that it doesn't matter whether a peer fuses them."""
+    generator = torch.Generator().manual_seed(0)
+    low, side = torch.rand(n, 2, generator=generator) * field, 1 + 99 * torch.rand(n, 2, generator=generator)
+    return (torch.cat([low, low + side], 1) * 16).round() / 16, torch.randperm(n, generator=generator).float()
+
+
+def clustered_boxes(n: int, clusters: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.rand(clusters, 2, generator=generator) * 1000
+    low = centres[torch.randint(clusters, (n,), generator=generator)] + 3 * torch.randn(n, 2, generator=generator)
+    return (torch.cat([low, low + 40], 1) * 16).round() / 16, torch.randperm(n, generator=generator).float()
+
+
+def equal_boxes(n: int) -> tuple[Tensor, Tensor]:
+    return torch.tensor([[0.0, 0.0, 4.0, 4.0]]).repeat(n, 1), -torch.arange(n).float()
+
+
+def chained_boxes(n: int) -> tuple[Tensor, Tensor]:
+    """Each overlaps the next: every decision waits for the one before."""
+    low = torch.arange(n).float()[:, None] * torch.tensor([1.0, 0.0])
+    return torch.cat([low, low + 4], 1), -torch.arange(n).float()
+
+
+def single(device: str, make: Callable[[], tuple[Tensor, Tensor]], n: int, **described) -> Case:
+    return Case(
+        "nms",
+        device,
+        {name: lambda boxes, scores, f=f: f(boxes, scores, THRESHOLD) for name, (f, _) in peers(device).items()},
+        lambda: tuple(t.to(device) for t in make()),
+        lambda boxes, scores: nms_reference(boxes, scores, THRESHOLD),
+        dtype=torch.float32,
+        bytes=20 * n,
+        **described,
+    )
+
+
+def batched(device: str, n: int) -> Case:
+    def inputs() -> tuple[Tensor, ...]:
+        idxs = torch.randint(CLASSES, (n,), generator=torch.Generator().manual_seed(1))
+        return tuple(t.to(device) for t in (*random_boxes(n, 1000), idxs))
+
+    return Case(
+        "batched_nms",
+        device,
+        {name: lambda *args, f=f: f(*args, THRESHOLD) for name, (_, f) in peers(device).items()},
+        inputs,
+        lambda *args: batched_nms_reference(*args, THRESHOLD),
+        kind=f"{CLASSES} classes",
+        dtype=torch.float32,
+        size=f"{n:,}",
+        bytes=28 * n,
+        x=n,
+        axis="boxes",
+        draw="time",
+    )
+
+
+def large(n: int) -> Iterator[Case]:
+    """More boxes than a peer has memory for: the time, and the memory."""
+
+    def ours(boxes: Tensor, scores: Tensor) -> Tensor:
+        return extension_cpp.nms(boxes, scores, THRESHOLD)
+
+    def memory(boxes: Tensor, scores: Tensor) -> float:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        ours(boxes, scores)
+        return float(torch.cuda.max_memory_allocated() - before)
+
+    def inputs() -> tuple[Tensor, ...]:
+        return tuple(t.cuda() for t in random_boxes(n, 10_000))
+
+    described = {"inputs": inputs, "dtype": torch.float32, "size": f"{n:,}"}
+    yield Case("nms", "cuda", {OURS: ours}, kind="in a field of 10,000, no peer", bytes=20 * n, **described)
+    beside = {"kind": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
+    yield Case("nms", "cuda", {OURS: memory}, **beside, **described)
+
+
+def cases(device: str) -> Iterator[Case]:
+    """All cases of a device."""
+    for field in (1_000, 10_000):
+        for n in SIZES[device]:
+            curve = {"kind": f"in a field of {field:,}", "size": f"{n:,}", "x": n, "axis": "boxes", "draw": "time"}
+            make = lambda n=n, field=field: random_boxes(n, field)  # noqa: E731
+            yield single(device, make, n, **curve, short=(n, field) == (5_000, 1_000))
+    for title, make in (
+        ("in 200 clusters", lambda: clustered_boxes(20_000, 200)),
+        ("all equal", lambda: equal_boxes(20_000)),
+        ("in a chain", lambda: chained_boxes(20_000)),
+    ):
+        yield single(device, make, 20_000, kind="hard cases", size=f"20,000 {title}")
+    for n in (10_000, 100_000):
+        yield batched(device, n)
+    if device == "cuda":
+        for n in (200_000, 1_000_000):
+            yield from large(n)

@@ -1,0 +1,238 @@
+"""The results as pictures, one an operator: time or bandwidth over size, ours and the peers', and the machine's limit."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import re
+from collections.abc import Iterable
+
+import matplotlib
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.harness import OURS
+from benchmarks.records import Results
+from benchmarks.show import describe, readable
+
+matplotlib.use("svg")
+WIDTH = 8.3  # Inches; a README is some 830 pixels wide.
+THEMES = {
+    "light": {
+        "text": "#1f2328",
+        "faint": "#59636e",
+        "line": "#d1d9e0",
+        "ours": "#0060b0",
+        "compiled": "#a86f00",
+        "graph": "#00754f",
+        "others": ("#a2358b", "#6e7781", "#b93a1e"),
+    },
+    "dark": {
+        "text": "#f0f6fc",
+        "faint": "#9198a1",
+        "line": "#3d444d",
+        "ours": "#58b0ff",
+        "compiled": "#e3b341",
+        "graph": "#3fc796",
+        "others": ("#e38cd0", "#a5adb6", "#ff8f73"),
+    },
+}
+MARKERS = ("s", "^", "D", "v", "P", "X")
+Records = list[dict]
+
+
+def settings(theme: dict) -> dict:
+    """Small print, thin lines, no frame; the same bytes for the same data."""
+    return {
+        "font.size": 7.6,
+        "axes.titlesize": 8,
+        "axes.titlelocation": "left",
+        "axes.titlecolor": theme["text"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.edgecolor": theme["line"],
+        "axes.labelcolor": theme["faint"],
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme["line"],
+        "grid.linewidth": 0.5,
+        "text.color": theme["text"],
+        "xtick.color": theme["line"],
+        "ytick.color": theme["line"],
+        "xtick.labelcolor": theme["faint"],
+        "ytick.labelcolor": theme["faint"],
+        "xtick.bottom": False,
+        "ytick.left": False,
+        "svg.hashsalt": "extension_cpp",
+        # Text stays text, for small files. Verdana, where DejaVu isn't, is as wide.
+        "svg.fonttype": "none",
+        "font.sans-serif": ["DejaVu Sans", "Bitstream Vera Sans", "Verdana", "Arial"],
+    }
+
+
+def save(figure: Figure, title: str, data: object) -> bytes:
+    """As SVG, without what matplotlib repeats at every piece of text, and with a hash of the data."""
+    target = io.StringIO()
+    digest = hashlib.sha256(repr(data).encode()).hexdigest()[:16]
+    made = {"Date": None, "Creator": f"matplotlib {matplotlib.__version__}", "Title": title, "Identifier": digest}
+    figure.savefig(target, format="svg", transparent=True, metadata=made)
+    repeated = r' transform="rotate\(-0 [^"]*\)"| id="[a-z0-9.]+_\d+"|font-family: [^;]*; |^ +| +$'
+    text = re.sub(repeated, "", target.getvalue(), flags=re.MULTILINE)
+    fonts = ", ".join(matplotlib.rcParams["font.sans-serif"])
+    return text.replace("<svg ", f'<svg font-family="{fonts}, sans-serif" ', 1).encode()
+
+
+def colours(contenders: Iterable[str], theme: dict) -> dict[str, str]:
+    """Ours, compiled code and CUDA graphs look alike in every picture; other peers take turns."""
+    others = iter(theme["others"] * 3)
+    chosen = {}
+    for name in contenders:
+        kind = "ours" if name == OURS else "compiled" if name.startswith("compiled") else ""
+        kind = "graph" if name.endswith("graph") else kind
+        chosen[name] = theme[kind] if kind else next(others)
+    return chosen
+
+
+def curves(results: Results, op: str) -> dict[tuple[str, str], Records]:
+    """The records of an operator's curves, by kind and dtype."""
+    found: dict[tuple[str, str], Records] = {}
+    for record in results.records:
+        if record["op"] == op and "x" in record:
+            found.setdefault((record["kind"], record["dtype"]), []).append(record)
+    return {key: records for key, records in found.items() if len({record["x"] for record in records}) > 1}
+
+
+def height_of(record: dict, seconds: float) -> float:
+    """What is drawn of a time."""
+    if record["draw"] == "time":
+        return seconds
+    return record["bytes" if record["draw"] == "bandwidth" else "operations"] / seconds
+
+
+UNITS = {"bandwidth": "B/s", "rate": "FLOP/s", "time": "s"}
+
+
+def power_of_two(x: float, _=None) -> str:
+    return "2" + str(round(x).bit_length() - 1).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def count(x: float, _=None) -> str:
+    return f"{x / 1e6:.3g}M" if x >= 1e6 else f"{x / 1e3:.3g}k" if x >= 1e3 else f"{x:g}"
+
+
+def apart(places: list[float]) -> list[float]:
+    """The places on a logarithmic axis that can be labelled, the last one first."""
+    room = 0.13 * math.log(places[-1] / places[0])
+    kept = [places[-1]]
+    for place in reversed(places):
+        if math.log(kept[-1] / place) >= room:
+            kept.append(place)
+    return kept
+
+
+def spread_out(heights: list[float], gap: float) -> list[float]:
+    """Heights between 0 and 1, moved as little as need be to lie a gap apart, in their order."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    placed = [heights[i] for i in order]
+    for _ in range(100):
+        for i in range(len(placed) - 1):
+            overlap = max(0.0, gap - (placed[i + 1] - placed[i]))
+            placed[i] -= overlap / 2
+            placed[i + 1] += overlap / 2
+        placed = [min(max(height, i * gap), 1 - (len(placed) - 1 - i) * gap) for i, height in enumerate(placed)]
+    return [placed[order.index(i)] for i in range(len(heights))]
+
+
+def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, str], theme: dict) -> None:
+    first = records[0]
+    ends: list[tuple[str, float, str, str]] = []
+    drawn: list[tuple[float, float]] = []
+    markers = dict(zip([name for name in hues if name != OURS], MARKERS))
+    for name in (n for n in hues if any(record["contender"] == n for record in records)):
+        points = sorted((r["x"], height_of(r, r["median"])) for r in records if r["contender"] == name)
+        ours = name == OURS
+        axes.plot(
+            *zip(*points),
+            color=hues[name],
+            marker="o" if ours else markers[name],
+            markersize=4.2 if ours else 3,
+            linewidth=2 if ours else 1.1,
+            zorder=3 if ours else 2,
+        )
+        drawn += points
+        ends.append((name, points[-1][1], hues[name], "bold" if ours else "normal"))
+    limits = sorted({(r["x"], height_of(r, limit)) for r in records if (limit := results.limit(r))})
+    if limits:
+        axes.plot(*zip(*limits), color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        ends.append(("machine's limit", limits[-1][1], theme["faint"], "normal"))
+    axes.set_title(f"{first['kind']}, {first['dtype']}", pad=7)
+    scale(axes, records, max(height for _, height in limits + drawn))
+    to_axes = axes.transScale + axes.transLimits
+    heights = [to_axes.transform((1, height))[1] for _, height, _, _ in ends]
+    for (name, _, colour, weight), height in zip(ends, spread_out(heights, 0.14)):
+        axes.text(1.03, height, name, transform=axes.transAxes, color=colour, weight=weight, va="center")
+
+
+def scale(axes: Axes, records: Records, highest: float) -> None:
+    """Sizes as powers; times likewise, but bandwidth from zero, so that its share of the limit is what one sees."""
+    places = sorted({record["x"] for record in records})
+    binary = all(float(x).is_integer() and int(x).bit_count() == 1 for x in places)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.FixedLocator(apart(places)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(power_of_two if binary else count))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.text(
+        1.09, -0.15, records[0]["axis"], transform=axes.transAxes, va="center", color=axes.xaxis.label.get_color()
+    )
+    draw = records[0]["draw"]
+    if draw == "time":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(10, numticks=5))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    else:
+        axes.set_ylim(0, 1.06 * highest)
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(4, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: round_number(y, UNITS[draw])))
+
+
+def round_number(value: float, unit: str) -> str:
+    """A tick's value, without the zeros that `readable` shows."""
+    if value == 0:
+        return "0"
+    number, name = readable(value, unit).split()
+    return f"{float(number):g} {name}"
+
+
+def operator(found: list[Results], op: str, theme: str) -> bytes:
+    """An operator's curves: a column a machine, a row a kind and dtype; with one machine alone, two columns of it."""
+    chosen = THEMES[theme]
+    groups = [(results, panels) for results in found if (panels := curves(results, op))]
+    names = dict.fromkeys(r["contender"] for _, panels in groups for records in panels.values() for r in records)
+    hues = colours(names, chosen)
+    keys = list(dict.fromkeys(key for _, panels in groups for key in panels))
+    kinds = list(dict.fromkeys(kind for kind, _ in keys))
+    keys.sort(key=lambda key: kinds.index(key[0]))
+    columns = max(2, len(groups))
+    if len(groups) == 1:
+        places = {(0, key): divmod(i, columns) for i, key in enumerate(keys)}
+    else:
+        places = {(i, key): (keys.index(key), i) for i, (_, panels) in enumerate(groups) for key in panels}
+    rows = 1 + max(row for row, _ in places.values())
+    width = 1 / columns - 0.108 - 0.0079 * max(len("machine's limit"), *map(len, names))
+    with matplotlib.rc_context(settings(chosen)):
+        top, tall = 0.3, 1.48
+        height = top + tall * rows
+        figure = Figure(figsize=(WIDTH, height))
+        for i, (results, _) in enumerate(groups):
+            title = describe(results).split(", a product")[0]
+            figure.text(0.012 + i / columns, 1 - 0.17 / height, title, weight="bold", size=8.6)
+        for (i, key), (row, column) in places.items():
+            results, panels = groups[i]
+            bottom = height - top - tall * (row + 1) + 0.29
+            box = (0.092 + column / columns, bottom / height, width, (tall - 0.59) / height)
+            draw_curve(figure.add_axes(box), results, panels[key], hues, chosen)
+        data = [(results.header["machine"], results.header["ceilings"], panels) for results, panels in groups]
+        return save(figure, f"{op}: {', '.join(names)}", data)

@@ -1,0 +1,181 @@
+"""The results: JSON lines, the first of which says what the others depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import extension_cpp
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+SCHEMA = 2
+GENERATED = ("benchmarks/results", "benchmarks/pictures", "benchmarks/README.md", "README.md")
+
+
+class ResultsError(Exception):
+    """Results that are not there or can't be read, in words for whoever asked for them."""
+
+
+@dataclass
+class Results:
+    """What one run on one device found out about one family."""
+
+    header: dict
+    records: list[dict]
+
+    @property
+    def family(self) -> str:
+        return self.header["family"]
+
+    @property
+    def device(self) -> str:
+        return self.header["device"]
+
+    def cases(self, whole: bool = False) -> dict[tuple[str, str], list[dict]]:
+        """Records by operator and case, ours first; `whole` leaves out those with fewer threads, for the short form."""
+        grouped: dict[tuple[str, str], list[dict]] = {}
+        for record in self.records:
+            if whole and "threads" in record:
+                continue
+            grouped.setdefault((record["op"], record["case"]), []).append(record)
+        return grouped
+
+    def limit(self, record: dict) -> float | None:
+        """The least seconds a case can take on its machine: to move its bytes or to do its operations."""
+        ceilings = self.header["ceilings"]
+        seconds = record["bytes"] / ceilings["bytes"] if record["bytes"] else 0.0
+        if record["operations"]:
+            seconds = max(seconds, record["operations"] / ceilings["operations"][record["dtype"] or "float32"])
+        return seconds or None
+
+    def text(self) -> str:
+        return "\n".join(map(json.dumps, [self.header, *self.records])) + "\n"
+
+    def save(self) -> Path:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{self.family}-{self.device}.jsonl"
+        path.write_text(self.text())
+        return path
+
+
+def best_peer(case: list[dict]) -> dict | None:
+    """The fastest of the peers."""
+    return min(case[1:], key=lambda record: record["ratio"], default=None)
+
+
+def parse(text: str, source: str) -> Results:
+    """Read results; an error where they are not of this schema."""
+    try:
+        header, *records = map(json.loads, text.splitlines())
+        schema = header["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"{source} has no benchmark results: {error!r}") from error
+    if schema != SCHEMA:
+        why = "`make bench` measures them anew" if schema < SCHEMA else "they are of a later commit"
+        raise ResultsError(f"{source} has results of schema {schema}, and this reads schema {SCHEMA}: {why}")
+    return Results(header, records)
+
+
+def load(folder: Path = RESULTS) -> list[Results]:
+    """All committed results, CPU before CUDA."""
+    found = [parse(path.read_text(), relative(path)) for path in folder.glob("*.jsonl")]
+    return sorted(found, key=lambda results: (results.device, results.family))
+
+
+def load_one(family: str, device: str) -> Results:
+    path = RESULTS / f"{family}-{device}.jsonl"
+    if not path.exists():
+        raise ResultsError(f'there are no results of {family} on {device}: make bench BENCH="--op {family}"')
+    return parse(path.read_text(), relative(path))
+
+
+def load_at(commit: str, family: str, device: str) -> Results:
+    """The results that a commit has."""
+    name = f"benchmarks/results/{family}-{device}.jsonl"
+    if git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
+        raise ResultsError(f"there is no commit {commit} here" if git("rev-parse") is not None else "no git here")
+    text = git("show", f"{commit}:{name}")
+    if text is None:
+        raise ResultsError(f"commit {commit} has no results of {family} on {device} ({name})")
+    return parse(text, f"{name} of commit {commit}")
+
+
+def relative(path: Path) -> str:
+    return os.path.relpath(path, ROOT)
+
+
+def git(*arguments: str) -> str | None:
+    """What git says; None where it fails or isn't there."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def commit() -> str:
+    """What was measured: the commit, with "-dirty" where anything differs from it but what a benchmark itself writes."""
+    known = git("rev-parse", "--short", "HEAD")
+    if known is None:
+        return "unknown"
+    changed = git("status", "--porcelain", "--", ".", *(f":!{path}" for path in GENERATED))
+    return f"{known}-dirty" if changed else known
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    described = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":")[1].strip() for line in described if line.startswith("model name")]
+    threads = torch.get_num_threads()
+    return f"{threads} core{'s' * (threads > 1)} of {models[0] if models else platform.processor()}"
+
+
+def versions(device: str) -> dict[str, str]:
+    found = {
+        "extension_cpp": extension_cpp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        import triton
+
+        found |= {"cuda": str(torch.version.cuda), "triton": triton.__version__}
+    if "torchvision" in sys.modules:  # where a family has it as a peer
+        found["torchvision"] = sys.modules["torchvision"].__version__
+    return found
+
+
+def artefacts() -> dict[str, str]:
+    """Hashes of the libraries that were measured, and the conda package that they came in."""
+    libraries = sorted(Path(extension_cpp.__file__).parent.glob("_C*.so"))
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in libraries}
+    for path in Path(sys.prefix, "conda-meta").glob("extension_cpp-*.json"):
+        package = json.loads(path.read_text())
+        found[package["fn"]] = package.get("sha256", "")[:16]
+    return found
+
+
+def header(family: str, device: str, measured: str, ceilings: dict) -> dict:
+    """What results depend on."""
+    return {
+        "schema": SCHEMA,
+        "family": family,
+        "device": device,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "machine": machine(device),
+        "commit": measured,
+        "artefacts": artefacts(),
+        "versions": versions(device),
+        "ceilings": ceilings,
+    }

@@ -1,0 +1,178 @@
+"""`make report`: draws the committed results, and writes the tables of speed that the documents have.
+
+Nothing about speed is typed by hand: `render` says what every file must be, and a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks import overview, pictures, records
+from benchmarks.records import ROOT, Results, best_peer
+from benchmarks.show import describe, readable
+
+PICTURES = Path("benchmarks/pictures")
+START, END = "<!-- speed: written by make report -->", "<!-- end of speed -->"
+
+
+def picture(name: str, alternative: str, folder: Path) -> str:
+    """A picture in the reader's theme."""
+    path = PICTURES.relative_to(folder)
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{path}/{name}-dark.svg">\n'
+        f'  <img src="{path}/{name}-light.svg" width="830" alt="{alternative}">\n</picture>\n'
+    )
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def head(*cells: str) -> str:
+    return row(*cells) + row(*("---" for _ in cells))
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio >= 9.95 else f"{ratio:.2f}"
+
+
+def ours_cells(results: Results, ours: dict) -> tuple[str, str]:
+    limit = results.limit(ours)
+    share = limit / ours["median"] if limit else 0.0
+    return readable(ours["median"], ours["unit"]), f"{share:.0%}" if share > 0.01 else "< 1%" if limit else ""
+
+
+def chosen(results: Results) -> dict[tuple[str, str], list[dict]]:
+    """The cases of the README's table, by operator and kind: the end of the first curve, or the one case of a kind."""
+    kinds: dict[tuple[str, str], list[list[dict]]] = {}
+    for case in results.cases(whole=True).values():
+        kinds.setdefault((case[0]["op"], case[0]["kind"]), []).append(case)
+    picked = {}
+    for key, cases in kinds.items():
+        curve = [case for case in cases if "x" in case[0] and case[0]["dtype"] == cases[0][0]["dtype"]]
+        if curve or len(cases) == 1:
+            picked[key] = max(curve or cases, key=lambda case: case[0].get("x", 0))
+    return picked
+
+
+def cells(results: Results, case: list[dict] | None) -> tuple[str, str]:
+    """Our time, and the best peer's as a multiple of it."""
+    if case is None:
+        return "", ""
+    ours, peer = case[0], best_peer(case)
+    time, share = ours_cells(results, ours)
+    said = time + (f" at {ours['size']}" if ours["size"] else "") + (f", {share} of the limit" if share else "")
+    return said, f"{peer['contender']} {times(peer['ratio'])}" if peer else ""
+
+
+def brief(found: list[Results]) -> str:
+    """A row an operator and kind, two columns a machine."""
+    machines = by_machine(found)
+    rows: dict[tuple[str, str], dict[str, tuple[Results, list[dict]]]] = {}
+    for results in found:
+        for key, case in chosen(results).items():
+            rows.setdefault(key, {})[results.header["machine"]] = results, case
+    names = list(dict.fromkeys(op for op, _ in rows))
+    headings = [heading for machine in machines for heading in (f"ours, {machine}", "best peer, times ours")]
+    text = head("operator", "case", *headings)
+    for op, kind in sorted(rows, key=lambda key: names.index(key[0])):
+        here = rows[op, kind]
+        dtype = next(iter(here.values()))[1][0]["dtype"]
+        beside = [cell for machine in machines for cell in cells(*here.get(machine, (found[0], None)))]
+        text += row(f"`{op}`", ", ".join(filter(None, (kind, dtype))), *beside)
+    return text
+
+
+def waits(found: list[Results]) -> str:
+    """What one waits for besides the operators."""
+    text = ""
+    for results in found:
+        text += "\n" + head(f"on {results.header['machine']}", "extension_cpp", "beside")
+        for ours, *peers in results.cases().values():
+            beside = ", ".join(f"{peer['contender']} {readable(peer['median'], peer['unit'])}" for peer in peers)
+            text += row(ours["case"], readable(ours["median"], ours["unit"]), beside)
+    return text
+
+
+def by_machine(found: list[Results]) -> dict[str, list[Results]]:
+    grouped: dict[str, list[Results]] = {}
+    for results in found:
+        grouped.setdefault(results.header["machine"], []).append(results)
+    return grouped
+
+
+def is_package(results: Results) -> bool:
+    return results.family == "package"
+
+
+def speed(found: list[Results]) -> str:
+    """The README's section: the overview, a table a machine, and what one waits for."""
+    operators = [results for results in found if not is_package(results)]
+    text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
+    text += "\nA dot is a case, a size or a layout in a dtype; the number is their median.\n\n"
+    for of_machine in by_machine(operators).values():
+        text += f"{describe(of_machine[0])}.\n"
+    text += "\n" + brief(operators)
+    return text + waits([results for results in found if is_package(results)])
+
+
+def page(found: list[Results]) -> str:
+    """benchmarks/README.md: every picture and every case."""
+    text = "# Results\n\nWritten by `make report` from [results](results), which `make bench` measures: the median of rounds"
+    text += " in which ours and its peers\ntake turns. The limit is the time that the bytes take in a copy, or the operations"
+    text += " in a large product, of the same run.\n"
+    operators = [results for results in found if not is_package(results)]
+    for op in drawn(operators):
+        text += f"\n## {op}\n\n" + picture(op, f"{op} over size", PICTURES.parent)
+    for results in found:
+        header = results.header
+        versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+        text += f"\n## {results.family} on {header['machine']}\n\n"
+        text += f"Commit {header['commit']}, {header['date']}, {versions}. {describe(results)}.\n\n"
+        text += "<details><summary>All cases</summary>\n\n" + head(
+            "operator", "case", "ours", "of the limit", "peers, times ours"
+        )
+        for case in results.cases().values():
+            peers = ", ".join(f"{peer['contender']} {times(peer['ratio'])}" for peer in case[1:])
+            text += row(f"`{case[0]['op']}`", case[0]["case"], *ours_cells(results, case[0]), peers)
+        text += "\n</details>\n"
+    return text
+
+
+def drawn(found: list[Results]) -> list[str]:
+    """The operators that have curves."""
+    return list(dict.fromkeys(record["op"] for results in found for record in results.records if "x" in record))
+
+
+def fill(document: str, content: str) -> str:
+    """A document with everything between the two marks replaced."""
+    if START not in document or END not in document:
+        raise records.ResultsError(f"README.md lacks the marks that the table goes between, {START} and {END}")
+    pattern = f"{re.escape(START)}.*?{re.escape(END)}"
+    return re.sub(pattern, lambda _: f"{START}\n{content}{END}", document, flags=re.DOTALL)
+
+
+def render(found: list[Results], readme: str) -> dict[Path, bytes]:
+    """What each file of the report must hold, by its path in the checkout."""
+    operators = [results for results in found if not is_package(results)]
+    files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
+    for theme in pictures.THEMES:
+        files[PICTURES / f"overview-{theme}.svg"] = overview.overview(operators, theme)
+        for op in drawn(operators):
+            files[PICTURES / f"{op}-{theme}.svg"] = pictures.operator(operators, op, theme)
+    return files
+
+
+def main() -> None:
+    files = render(records.load(), (ROOT / "README.md").read_text())
+    (ROOT / PICTURES).mkdir(exist_ok=True)
+    for stale in set((ROOT / PICTURES).glob("*.svg")) - {ROOT / path for path in files}:
+        stale.unlink()
+    for path, content in files.items():
+        (ROOT / path).write_bytes(content)
+    print(f"{len(files)} files: README.md, benchmarks/README.md, {PICTURES}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The report is drawn from the committed results, and says nothing else."""
+
+import re
+
+import pytest
+
+import extension_cpp
+from benchmarks import pictures, records, report
+from benchmarks.records import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    return report.render(records.load(), README)
+
+
+def test_the_documents_and_pictures_are_those_of_the_results(rendered):
+    for path, content in rendered.items():
+        written = (ROOT / path).read_bytes()
+        if path.suffix == ".svg" and mark(written, "creator") != mark(content, "creator"):
+            written, content = mark(written, "identifier"), mark(content, "identifier")
+        assert written == content, f"{path} is not what the results say: make report"
+    there = {path.relative_to(ROOT) for path in (ROOT / report.PICTURES).iterdir()}
+    assert there == {path for path in rendered if path.suffix == ".svg"}
+
+
+def test_no_speed_is_typed_by_hand():
+    """Outside of the generated section, and of what a command printed, the README has no times and no ratios."""
+    by_hand = re.sub(rf"{re.escape(report.START)}.*?{re.escape(report.END)}|```.*?```", "", README, flags=re.DOTALL)
+    speeds = r"\d ?([nµm]?s|seconds?|min|minutes?|[kMGT]?B/s|[GT]?FLOP/s)\b|(faster|slower|times|as fast) (as|than)\b"
+    assert not re.search(speeds, by_hand), re.search(speeds, by_hand)
+
+
+def mark(picture: bytes, name: str) -> bytes:
+    """What a picture says of the matplotlib that drew it, which may draw otherwise, or of its data."""
+    pattern = rb"<dc:identifier>(.*?)<" if name == "identifier" else rb"(matplotlib [\d.]+)"
+    return re.search(pattern, picture)[1]
+
+
+def test_the_same_results_give_the_same_bytes(rendered):
+    assert report.render(records.load(), README) == rendered
+
+
+def test_every_operator_has_results_on_every_machine():
+    for device in {results.device for results in records.load()}:
+        measured = {r["op"] for results in records.load() if results.device == device for r in results.records}
+        assert measured >= set(extension_cpp.ops.__all__), device
+
+
+def test_pictures_are_small(rendered):
+    sizes = [len(content) for path, content in rendered.items() if path.suffix == ".svg"]
+    assert max(sizes) < 100_000 and sum(sizes) < 500_000
+
+
+def test_a_readme_without_marks():
+    with pytest.raises(records.ResultsError, match=r"README\.md lacks the marks"):
+        report.render(records.load(), "# no marks")
+
+
+def test_labels_do_not_overlap():
+    heights = [0.5, 0.51, 0.99, 1.4, -0.2]
+    placed = pictures.spread_out(heights, 0.14)
+    assert all(b - a > 0.139 for a, b in zip(sorted(placed), sorted(placed)[1:]))
+    assert min(placed) >= -1e-9 and max(placed) <= 1 + 1e-9
+    assert sorted(range(5), key=placed.__getitem__) == sorted(range(5), key=heights.__getitem__)

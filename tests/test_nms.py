@@ -1,0 +1,408 @@
+"""nms, batched_nms and nms_padded: the contract, the definition, torchvision, and what is hard for a method that prunes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract import DEVICES, Contract, Operator
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp.ops.nms import batched_nms_reference, nms_padded_reference, nms_reference
+
+try:
+    import torchvision
+except Exception:  # Absent, or made for another torch.
+    torchvision = None
+
+INF, NAN = float("inf"), float("nan")
+THRESHOLDS = [0.5, 0.0, -0.0, 1.0, 0.25, 1 / 3, 0.1, 0.7, 1e-20, -0.1, 2.0, INF, -INF, NAN]
+needs_torchvision = pytest.mark.skipif(torchvision is None, reason="torchvision is not installed")
+
+
+def random_boxes(n: int, field: float, seed: int = 0, *, side: int = 100) -> tuple[Tensor, Tensor]:
+    """Boxes of side 1 to `side` in a square field, and scores without ties."""
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.rand(n, 2, generator=generator, dtype=torch.float64) * field
+    size = 1 + (side - 1) * torch.rand(n, 2, generator=generator, dtype=torch.float64)
+    return torch.cat([low, low + size], 1), torch.randperm(n, generator=generator).double() / n
+
+
+def clustered_boxes(n: int, clusters: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.rand(clusters, 2, generator=generator, dtype=torch.float64) * 1000
+    low = centres[torch.randint(clusters, (n,), generator=generator)]
+    low = low + 3 * torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    return torch.cat([low, low + 40], 1), torch.randperm(n, generator=generator).double() / n
+
+
+def grid_boxes(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Small whole numbers, so that boxes are equal, IoUs are at the threshold, and scores tie."""
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.randint(0, 30, (n, 2), generator=generator)
+    size = torch.randint(-1, 8, (n, 2), generator=generator)
+    return torch.cat([low, low + size], 1).double(), torch.randint(0, 20, (n,), generator=generator).double()
+
+
+def samples(device: str, dtype: torch.dtype):
+    for boxes, scores in (
+        random_boxes(7, 20, side=20),
+        grid_boxes(65),
+        random_boxes(300, 200),
+        grid_boxes(0),
+        grid_boxes(1),
+        clustered_boxes(4200, 20),  # On CUDA, enough for a grid.
+    ):
+        yield boxes.to(device, dtype), scores.to(device, dtype), 0.5
+
+
+def batched_samples(device: str, dtype: torch.dtype):
+    for boxes, scores, iou_threshold in samples(device, dtype):
+        idxs = torch.arange(len(scores), device=device) * 7919 % 11 - 3
+        yield boxes, scores, idxs, iou_threshold
+
+
+def padded_samples(device: str, dtype: torch.dtype):
+    yield from samples(device, dtype)
+    for boxes, scores, idxs, iou_threshold in batched_samples(device, dtype):
+        yield boxes, scores, iou_threshold, idxs
+
+
+def wrong_inputs(op: str, device: str):
+    boxes, scores = torch.ones(3, 4, device=device), torch.ones(3, device=device)
+    floating = "float16, bfloat16, float32 or float64"
+    integers = "uint8, int8, int16, int32 or int64"
+    yield (boxes[:, :3], scores), f"{op}: boxes must have shape (N, 4), got (3, 3)"
+    yield (boxes[0], scores), f"{op}: boxes must have shape (N, 4), got (4,)"
+    yield (boxes.int(), scores), f"{op}: boxes must have dtype {floating}, got int32"
+    yield (boxes, scores[:2]), f"{op}: scores must have shape (3,), one for each box, got (2,)"
+    yield (boxes, boxes[:, :1]), f"{op}: scores must have shape (3,), one for each box, got (3, 1)"
+    wanted = floating.replace(" or ", ", ") + f", {integers}"
+    yield (boxes, scores.to(torch.complex64)), f"{op}: scores must have dtype {wanted}, got complex64"
+    grad = "must not require a gradient, as indices have none; got one that does: detach it"
+    yield (boxes.clone().requires_grad_(), scores), f"{op}: boxes {grad}"
+    yield (boxes, scores.clone().requires_grad_()), f"{op}: scores {grad}"
+    if device == "cuda":
+        yield (boxes, scores.cpu()), f"{op}: scores must be on the device of boxes, cuda:0, got cpu"
+        yield (boxes.cpu(), scores), f"{op}: scores must be on the device of boxes, cpu, got cuda:0"
+
+
+def wrong_classes(op: str, device: str):
+    boxes, scores = torch.ones(3, 4, device=device), torch.ones(3, device=device)
+    idxs = torch.zeros(3, device=device, dtype=torch.int64)
+    integers = "uint8, int8, int16, int32 or int64"
+    yield (boxes, scores, idxs[:2]), f"{op}: idxs must have shape (3,), one for each box, got (2,)"
+    yield (boxes, scores, idxs.float()), f"{op}: idxs must have dtype {integers}, got float32"
+    for args, message in wrong_inputs(op, device):
+        yield (*args, idxs), message
+
+
+class TestNms(Contract):
+    op = Operator(
+        name="nms",
+        function=extension_cpp.nms,
+        reference=nms_reference,
+        samples=samples,
+        errors=lambda device: (((*args, 0.5), message) for args, message in wrong_inputs("nms", device)),
+        differentiable=False,
+        exact=True,
+        dynamic_size=True,
+    )
+
+
+class TestBatchedNms(Contract):
+    op = Operator(
+        name="batched_nms",
+        function=extension_cpp.batched_nms,
+        reference=batched_nms_reference,
+        samples=batched_samples,
+        errors=lambda device: (((*args, 0.5), message) for args, message in wrong_classes("batched_nms", device)),
+        differentiable=False,
+        exact=True,
+        dynamic_size=True,
+    )
+
+
+class TestNmsPadded(Contract):
+    op = Operator(
+        name="nms_padded",
+        function=extension_cpp.nms_padded,
+        reference=nms_padded_reference,
+        samples=padded_samples,
+        errors=lambda device: (
+            ((boxes, scores, 0.5, *idxs), message)
+            for (boxes, scores, *idxs), message in wrong_classes("nms_padded", device)
+        ),
+        differentiable=False,
+        exact=True,
+    )
+
+
+def plain_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> list[int]:
+    """The definition, in numpy: each operation is rounded to the dtype of the computation."""
+    compute = np.float64 if boxes.dtype == torch.float64 else np.float32
+    scored = scores.cpu().double().numpy()
+    order = np.lexsort((np.arange(len(scored)), -scored, ~np.isnan(scored)))  # NaN comes first.
+    values = boxes.cpu().double().numpy().astype(compute)[order]
+    dropped = np.zeros(len(values), dtype=bool)
+    with np.errstate(all="ignore"):
+        for i in range(len(values)):
+            if not dropped[i]:
+                dropped[i + 1 :] |= iou(values[i], values[i + 1 :]).astype(np.float64) > iou_threshold
+    return order[~dropped].tolist()
+
+
+def iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def area(box):
+        return (box[..., 2] - box[..., 0]) * (box[..., 3] - box[..., 1])
+
+    side = np.fmin(a[..., 2:], b[..., 2:]) - np.fmax(a[..., :2], b[..., :2])
+    side = np.fmax(side, side.dtype.type(0))
+    inter = side[..., 0] * side[..., 1]
+    return inter / (area(a) + area(b) - inter)
+
+
+SPECIAL = [0.0, -0.0, 1.0, 2.0, 3.0, -1.0, INF, -INF, NAN, 3e38, -2e38, 1e-40, 2e-40, 1e-20, 1e20, 6e4]
+
+
+@st.composite
+def box_sets(draw) -> tuple[Tensor, Tensor]:
+    n = draw(st.integers(0, 40))
+    whole = st.integers(0, 7).map(float)
+    coordinate = draw(
+        st.sampled_from([whole, st.floats(0, 8, width=16), st.sampled_from(SPECIAL), st.sampled_from(SPECIAL) | whole])
+    )
+    rows = draw(st.lists(st.tuples(*[coordinate] * 4), min_size=n, max_size=n))
+    score = draw(st.sampled_from([st.integers(0, 3).map(float), st.sampled_from([0.0, -0.0, 1.0, INF, -INF, NAN])]))
+    scores = draw(st.lists(score, min_size=n, max_size=n))
+    scale = draw(st.sampled_from([1.0, 0.1, 1e-20, 1e-23, 1e18]))
+    return torch.tensor(rows, dtype=torch.float64).view(n, 4) * scale, torch.tensor(scores, dtype=torch.float64)
+
+
+thresholds = st.sampled_from(THRESHOLDS) | st.fractions(0, 1, max_denominator=12).map(float)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestAgainstTheDefinition:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+    @given(box_set=box_sets(), iou_threshold=thresholds)
+    def test_small_sets(self, device, dtype, box_set, iou_threshold):
+        boxes, scores = (t.to(device, dtype) for t in box_set)
+        want = plain_nms(boxes, scores, iou_threshold)
+        assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
+        assert nms_reference(boxes, scores, iou_threshold).tolist() == want
+
+    @given(box_set=box_sets(), iou_threshold=thresholds, data=st.data())
+    def test_classes(self, device, box_set, iou_threshold, data):
+        boxes, scores = (t.to(device, torch.float32) for t in box_set)
+        some = st.sampled_from([0, 1, 2, -1, 2**63 - 1, -(2**63)])
+        idxs = torch.tensor(data.draw(st.lists(some, min_size=len(scores), max_size=len(scores))), dtype=torch.int64)
+        got = extension_cpp.batched_nms(boxes, scores, idxs.to(device), iou_threshold)
+        assert torch.equal(got, batched_nms_reference(boxes, scores, idxs.to(device), iou_threshold))
+
+    @pytest.mark.parametrize("n", [0, 1, 2, 31, 63, 64, 65, 1000, 4096, 4097])
+    def test_sizes(self, device, n):
+        for seed, (boxes, scores) in enumerate((grid_boxes(n), random_boxes(n, 300), clustered_boxes(n, 20))):
+            boxes, scores = boxes.float().to(device), scores.float().to(device)
+            for iou_threshold in (0.5, (-0.0, 0.3, -0.5)[seed]):
+                want = plain_nms(boxes, scores, iou_threshold)
+                assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
+
+    @pytest.mark.parametrize("iou_threshold", THRESHOLDS)
+    def test_odd_boxes_among_many(self, device, iou_threshold):
+        """Enough for every pruning, with boxes among them of which a bound could be wrong: it must be the exact test."""
+        boxes, scores = random_boxes(4200, 500)
+        odd = torch.tensor(SPECIAL, dtype=torch.float64)
+        odd = odd[torch.randint(len(SPECIAL), (210, 4), generator=torch.Generator().manual_seed(1))]
+        boxes[::20] = odd
+        boxes[1::500] = torch.tensor([-1e9, -1e9, 1e9, 1e9], dtype=torch.float64)
+        boxes[2::100] = boxes[2] + 0.01
+        boxes[3::400, 2:] = boxes[3::400, :2] + 1e-22
+        boxes, scores = boxes.float().to(device), scores.float().to(device)
+        want = plain_nms(boxes, scores, iou_threshold)
+        assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
+
+    @pytest.mark.parametrize(
+        "scale, iou_threshold",
+        [
+            (1e-3, 0.02),
+            (1, 0.2),
+            (1e3, 0.5),
+            (1e6, 0.75),
+            (1e17, 0.95),
+            (1, 0.5),
+            (1e6, 0.2),
+            (1e-22, 0.5),
+            (3e-24, 0.9),
+        ],
+    )
+    def test_scales(self, device, scale, iou_threshold):
+        """Sides over four orders of magnitude, near the origin and far from it; areas that overflow and underflow."""
+        generator = torch.Generator().manual_seed(3)
+        centres = torch.rand(4200, 2, generator=generator, dtype=torch.float64) * 300 + (1e5 if scale == 1 else 0)
+        half = 10 ** (4 * torch.rand(4200, 2, generator=generator, dtype=torch.float64) - 2)
+        boxes = (torch.cat([centres - half, centres + half], 1) * scale).float().to(device)
+        boxes[2100:] = boxes[:2100] + 0.05 * (boxes[:2100, 2:] - boxes[:2100, :2]).repeat(1, 2)
+        scores = torch.rand(4200, generator=generator).to(device)
+        want = plain_nms(boxes, scores, iou_threshold)
+        assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
+
+    def test_large_sets(self, device):
+        """200 far copies of one small set, whose results are known from one."""
+        boxes, scores = grid_boxes(1000, seed=5)
+        want = plain_nms(boxes, scores, 0.5)
+        copies = torch.arange(200).repeat_interleave(1000)
+        far = (boxes.repeat(200, 1) + 64.0 * copies[:, None]).float().to(device)
+        got = extension_cpp.nms(far, scores.repeat(200).float().to(device), 0.5).cpu()
+        members = torch.cat([torch.tensor(want) + 1000 * k for k in range(200)]).sort().values
+        assert torch.equal(got.sort().values, members)
+        assert torch.equal(got, members[scores.repeat(200)[members].sort(stable=True, descending=True).indices])
+        shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))[copies].to(device)
+        same = boxes.repeat(200, 1).float().to(device)
+        assert torch.equal(extension_cpp.batched_nms(same, scores.repeat(200).to(device), shuffled, 0.5).cpu(), got)
+
+    def test_rounding(self, device):
+        """No operation is fused with another: at thresholds where that alone decides, both boxes stay."""
+        generator = torch.Generator().manual_seed(0)
+        for dtype in (torch.float32, torch.float64):
+            low = torch.rand(300, 2, 2, generator=generator, dtype=dtype) / 4
+            pairs = torch.cat([low, low + 1 + torch.rand(300, 2, 2, generator=generator, dtype=dtype) / 4], 2)
+            for boxes in pairs:
+                exact = float(iou(*boxes.numpy()))
+                below = float(np.nextafter(boxes.numpy().dtype.type(exact), -1))
+                scores = torch.tensor([2, 1], device=device)
+                assert len(extension_cpp.nms(boxes.to(device), scores, exact)) == 2
+                assert len(extension_cpp.nms(boxes.to(device), scores, below)) == 1
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8], ids=str)
+    def test_scores_of_another_dtype(self, device, dtype):
+        boxes, scores = grid_boxes(300)
+        boxes, scores = boxes.float().to(device), scores.to(device, dtype)
+        assert torch.equal(extension_cpp.nms(boxes, scores, 0.5), nms_reference(boxes, scores, 0.5))
+        idxs = (scores.to(torch.int64) % 3).to(torch.int16)
+        want = batched_nms_reference(boxes, scores, idxs, 0.5)
+        assert torch.equal(extension_cpp.batched_nms(boxes, scores, idxs, 0.5), want)
+
+    def test_shifted_coordinates_would_be_wrong(self, device):
+        """What moving classes apart, as torchvision does, costs in precision: with many classes, boxes become equal."""
+        low = torch.arange(6.0, device=device)[:, None] / 8
+        boxes = torch.cat([low, low, low + 0.125, low + 0.125], 1) + 1000
+        scores, idxs = torch.arange(6.0, device=device), torch.full((6,), 10**6, device=device)
+        shifted = boxes + (idxs.to(boxes) * (boxes.max() + 1))[:, None]
+        assert len(nms_reference(shifted, scores, 0.5)) == 6  # They have no area left: 0/0 drops nothing.
+        boxes[3:] = boxes[:3]
+        shifted = boxes + (idxs.to(boxes) * (boxes.max() + 1))[:, None]
+        assert len(nms_reference(shifted, scores, 0.5)) == 6
+        assert extension_cpp.batched_nms(boxes, scores, idxs, 0.5).tolist() == [5, 4, 3]
+
+    @pytest.mark.parametrize("kind", ["equal", "chain", "nested", "below zero"])
+    def test_worst_cases(self, device, kind):
+        n = 20_000
+        step = torch.arange(n, device=device, dtype=torch.float32)[:, None]
+        unit = torch.tensor([0.0, 0.0, 4.0, 4.0], device=device)
+        boxes, want = {
+            "equal": (unit.repeat(n, 1), [n - 1]),
+            "chain": (unit + step * unit.new_tensor([1, 0, 1, 0]), list(range(n - 1, -1, -2))),
+            "nested": (unit.new_tensor([0, 0, 1, 1]) * (1 + step * 1e-4), None),
+            "below zero": (unit + 10 * step, [n - 1]),
+        }[kind]
+        scores = torch.arange(n, device=device).float()
+        iou_threshold = -0.5 if kind == "below zero" else 0.5
+        start = time.monotonic()
+        got = extension_cpp.nms(boxes, scores, iou_threshold).tolist()
+        assert time.monotonic() - start < 5
+        assert got == (plain_nms(boxes, scores, iou_threshold) if want is None else want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@needs_torchvision
+class TestAgainstTorchvision:
+    @given(box_set=box_sets(), iou_threshold=thresholds)
+    def test_small_sets(self, device, box_set, iou_threshold):
+        boxes, scores = (t.float().to(device) for t in box_set)
+        if device == "cuda":  # There the threshold is rounded to float32, and products are fused with sums.
+            boxes, iou_threshold = boxes.nan_to_num(0, 0, 0).clamp(-8, 8).round(), torch.tensor(iou_threshold).item()
+            iou_threshold = round(8 * iou_threshold) / 8 if abs(iou_threshold) <= 1 else iou_threshold
+        got = extension_cpp.nms(boxes, scores, iou_threshold)
+        assert torch.equal(got, torchvision.ops.nms(boxes, scores, iou_threshold))
+
+    @pytest.mark.parametrize("field", [1000, 10_000])
+    def test_random_sets(self, device, field):
+        boxes, scores = (t.float().to(device) for t in random_boxes(10_000, field))
+        assert torch.equal(extension_cpp.nms(boxes, scores, 0.5), torchvision.ops.nms(boxes, scores, 0.5))
+        idxs = torch.arange(10_000, device=device) % 80
+        got = extension_cpp.batched_nms(boxes, scores, idxs, 0.5)
+        assert torch.equal(got, torchvision.ops.batched_nms(boxes, scores, idxs, 0.5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_in_a_compiled_function(device):
+    """The kept boxes, and what is computed from them, in one graph, for any number of boxes."""
+    torch._dynamo.reset()
+
+    def kept(boxes: Tensor, scores: Tensor) -> Tensor:
+        keep = extension_cpp.nms(boxes.detach(), scores.detach(), 0.5)
+        return (boxes[keep] * scores[keep, None]).sum(0)
+
+    compiled = torch.compile(kept, fullgraph=True, dynamic=True)
+    for n in (50, 60, 70):
+        boxes, scores = (t.float().to(device).requires_grad_() for t in grid_boxes(n))
+        torch.testing.assert_close(compiled(boxes, scores), kept(boxes, scores))
+        compiled(boxes, scores).sum().backward()
+        assert boxes.grad is not None and scores.grad is not None
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
+def test_every_vector_width(level):
+    """The decisions are the same with the code for each instruction set that this machine has."""
+    selected = "(rounding or small_sets or scales) and cpu"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", "test_nms.py", "-k", selected],
+        env={**os.environ, "EXTENSION_CPP_SIMD": level, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestCuda:
+    def test_capture_is_refused(self):
+        boxes, scores = (t.cuda() for t in grid_boxes(10))
+        graph = torch.cuda.CUDAGraph()
+        refusal = pytest.raises(RuntimeError, match="nms: the size of its result is not known inside a CUDA graph")
+        with refusal, torch.cuda.graph(graph):
+            extension_cpp.nms(boxes, scores, 0.5)
+
+    def test_memory(self):
+        """In proportion to the number of boxes: no more than 100 MB for 200,000, and a million pass."""
+        for n, limit in ((200_000, 100e6), (1_000_000, 500e6)):
+            boxes, scores = (t.float().cuda() for t in random_boxes(n, 10_000))
+            extension_cpp.nms(boxes, scores, 0.5)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            got = extension_cpp.nms(boxes, scores, 0.5)
+            assert torch.cuda.max_memory_allocated() - before < limit
+            assert torch.equal(got.cpu(), extension_cpp.nms(boxes.cpu(), scores.cpu(), 0.5))
+
+    def test_many_streams_at_once(self):
+        """Calls that run side by side share the device without waiting for each other."""
+        boxes, scores = (t.float().cuda() for t in random_boxes(30_000, 1000))
+        want = extension_cpp.nms_padded(boxes, scores, 0.5)[0]
+        streams = [torch.cuda.Stream() for _ in range(16)]
+        torch.cuda.synchronize()
+        results = []
+        for stream in streams * 4:
+            with torch.cuda.stream(stream):
+                results.append(extension_cpp.nms_padded(boxes, scores, 0.5)[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, want) for got in results)
