@@ -7,10 +7,12 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 from extension_cpp import _loader
 from extension_cpp._version import __version__
 
-load_errors: dict[str, str] = _loader.load()
+# `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be imported.
+load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
 """Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
 
-from extension_cpp import ops  # noqa: E402  (the schemas must be there first)
-from extension_cpp.ops import *  # noqa: E402, F403
+if not _loader.is_program():
+    from extension_cpp import ops  # The schemas must be there first.
+    from extension_cpp.ops import *  # noqa: F403
 
-__all__ = ["__version__", "load_errors", "ops", *ops.__all__]
+    __all__ = ["__version__", "load_errors", "ops", *ops.__all__]

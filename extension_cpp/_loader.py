@@ -18,6 +18,15 @@ FOLDER = Path(__file__).parent
 MINIMUM_TORCH = (2, 10)
 
 
+def is_program() -> bool:
+    """Whether this import is part of `python -m extension_cpp`, which works where nothing can be loaded.
+
+    While Python looks for what -m names, sys.argv[0] is "-m"; the name comes before the arguments in sys.orig_argv, which
+    tells it from another program's package that imports this one.
+    """
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("extension_cpp", "-mextension_cpp")
+
+
 def load() -> dict[str, str]:
     """Load what can be loaded; return the reasons for what can't. Raises ImportError where nothing can serve."""
     try:

@@ -26,6 +26,7 @@ def is_quick(item: pytest.Item) -> bool:
         and "level" not in params
         and params.get("damage", "missing") == "missing"
         and item.get_closest_marker("large") is None
+        and (item.path.name != "test_doctor.py" or item.get_closest_marker("quick") is not None)
         and item.path.name
         not in ("test_contract.py", "test_tutorial.py")  # One tests the tests; smoke.py is like the other.
     )
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: what --quick keeps of test_doctor.py")
     profile = "quick" if config.getoption("quick") else "default"
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
 

@@ -33,7 +33,7 @@ COMBINATIONS = [
     ("3.11", NEWEST),
     ("3.13", NEWEST),
 ]
-REQUIRED = ["numpy", "pytest", "hypothesis", "expecttest", "pyelftools", "nvidia-cuda-cuobjdump", "torchvision"]
+REQUIRED = ["numpy", "pytest", "hypothesis", "expecttest", "pyelftools", "rich", "nvidia-cuda-cuobjdump", "torchvision"]
 
 
 def python(version: str) -> str | None:

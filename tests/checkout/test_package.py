@@ -109,7 +109,7 @@ class TestRecipe:
                 *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
             ]
             driver = [f"__cuda >={cuda[:2]}"] if cuda else []
-            assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver]
+            assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver, "rich", "pyelftools"]
             ignored = ["pytorch", "libtorch", *(["cuda-cudart-dev", nvcc] if cuda else [])]
             assert needs["ignore_run_exports"] == {"from_package": ignored}
             number = 200 + int(cuda[:2]) if cuda else 0
@@ -193,6 +193,17 @@ class TestPackage:
             assert f"{proc}: nothing has changed since this package was built and tested" in done.stdout
         assert "[3.5, 6.5] under torch 2.13.0+cpu, on the CPU" in done.stdout
         assert "[3.5, 6.5] under torch 2.14.1+cu130, with CUDA kernels" in done.stdout
+
+    @pytest.mark.parametrize("proc", PROCS)
+    def test_report_and_doctor(self, packages, proc):
+        """In the environment that it was installed into; the CUDA package needs no GPU for nothing to be wrong."""
+        program = [ROOT / "dist" / "env" / proc / "bin" / "python", "-m", "extension_cpp"]
+        done = subprocess.run(program, cwd="/", capture_output=True, text=True)
+        build = packages[proc].name.removesuffix(".conda").split("-")[2]
+        assert re.search(rf"^  from +conda: \S+ {build} from \S+/dist/conda$", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"^  variant +{'CUDA 13.0' if proc == 'cuda130' else 'CPU'}$", done.stdout, re.MULTILINE)
+        done = subprocess.run([*program, "doctor"], cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith("nothing wrong: "), done.stdout
 
     @pytest.mark.parametrize(
         ("driver", "proc"), [("", "cpu"), ("12.9", "cpu"), ("13.0", "cuda130"), ("14.1", "cuda130")]

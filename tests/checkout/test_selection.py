@@ -192,7 +192,12 @@ def record(name: str, version: str, build: str = "0", depends: tuple = (), const
 
 def channel(folder: Path, procs: tuple[str, ...]) -> str:
     """conda-forge as far as a solver needs it, with this recipe's packages for `procs`."""
-    records = [record("python", "3.11.7"), record("python", "3.12.1")]
+    records = [
+        record("python", "3.11.7"),
+        record("python", "3.12.1"),
+        record("rich", "15.0"),
+        record("pyelftools", "0.33"),
+    ]
     for cuda in ("12.9", "13.0"):
         records.append(record("cuda-version", cuda, constrains=(f"__cuda >={cuda.split('.')[0]}",)))
     for version in ("2.9.1", "2.10.0", "2.14.1"):

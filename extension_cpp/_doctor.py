@@ -1,0 +1,285 @@
+"""Finds out why something is not as fast or as native as it could be: one function a cause, over the facts."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from extension_cpp import _loader
+from extension_cpp._facts import Facts
+from extension_cpp._libraries import serves, who_has
+from extension_cpp._mend import (
+    install_package,
+    install_torch,
+    prefer_cuda,
+    reinstall_openmp,
+    remove,
+    unhide,
+    update_driver,
+)
+from extension_cpp._origin import NAME
+
+
+@dataclass
+class Finding:
+    name: str
+    """For machines: stays when words change."""
+    what: str
+    how: str
+    """The numbers, paths and versions that it was seen by."""
+    mend: str
+    """A command."""
+
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    findings = [finding for check in CHECKS for finding in check(facts)]
+    causes = {finding.name for finding in findings} - HARMLESS
+    return findings + [finding for check in REMAINING for finding in check(facts, causes)]
+
+
+def report(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
+    """All of it, for --json."""
+    return {"findings": [asdict(f) for f in findings], "unread": facts.unread, "facts": asdict(facts)}
+
+
+def cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def show_gpus(facts: Facts) -> str:
+    return ", ".join(f"{gpu.name} (architecture {gpu.arch})" for gpu in facts.gpus)
+
+
+def torch_is_there(facts: Facts) -> Iterator[Finding]:
+    if facts.torch is None:
+        how = f"{sys.executable} finds no torch in the {len(sys.path)} folders of sys.path"
+        yield Finding("no-torch", "PyTorch is not installed", how, install_torch(facts))
+    elif not facts.torch.number:
+        what = "PyTorch is damaged"
+        how = f"{facts.torch.folder} has no version.py that says which it is"
+        yield Finding("torch-fails", what, how, install_torch(facts, again=True))
+    elif facts.torch.number < _loader.MINIMUM_TORCH:
+        how = f"torch {facts.torch.version} in {facts.torch.folder}; the libraries need the stable ABI of 2.10"
+        yield Finding("old-torch", "PyTorch is older than 2.10", how, install_torch(facts))
+    elif (error := facts.probe.get("torch_error", "")) and not missing_openmp(error):
+        what = f"PyTorch {facts.torch.version} can't be imported"
+        yield Finding("torch-fails", what, error, install_torch(facts, again=True))
+
+
+def libraries_are_whole(facts: Facts) -> Iterator[Finding]:
+    for library in facts.libraries:
+        if library.damage:
+            what, how = f"{library.path.name} is damaged", f"{library.path}: {library.damage}"
+            yield Finding("damaged", what, how, install_package(facts, built_as(facts)))
+        elif library.platform != facts.platform:
+            what = f"{library.path.name} is of another platform"
+            how = f"{library.path} is for {library.platform}, this is {facts.platform}"
+            yield Finding("other-platform", what, how, install_package(facts, same=False))
+    if facts.library("_C") is None and facts.origin.kind != "just in time":
+        what = "the package has no library _C: it was not compiled, or not copied as a whole"
+        yield Finding("no-library", what, f"{facts.package} has no _C.*", install_package(facts))
+    known = {library.path.name for library in facts.libraries if library.damage}
+    changed = [words for words in facts.origin.altered if words.split()[0] not in known]
+    if changed:
+        what = "files of the package are not those that were installed"
+        how = f"{', '.join(changed)} in {facts.package}, by the hashes of its {facts.origin.kind} record"
+        yield Finding("altered", what, how, install_package(facts))
+
+
+def built_as(facts: Facts) -> str:
+    """The variant that the package was meant to be: that of its CUDA library where it has one."""
+    return "cuda" if facts.library("_C_cuda") and facts.origin.kind != "conda" else ""
+
+
+def one_copy(facts: Facts) -> Iterator[Finding]:
+    if not facts.others:
+        return
+    others = ", ".join(map(str, facts.others))
+    hiding = "a source checkout" if (facts.package.parent / "setup.py").exists() else "this copy"
+    how = f"Python takes {facts.package}, which comes first on sys.path"
+    yield Finding("shadowed", f"{hiding} hides the package in {others}", how, unhide(facts))
+
+
+def symbols_are_there(facts: Facts) -> Iterator[Finding]:
+    torch = facts.torch
+    if torch is None or torch.number < _loader.MINIMUM_TORCH:
+        return
+    for library in facts.libraries:
+        if library.undefined and (library.path.stem != "_C_cuda" or torch.cuda):
+            names = library.undefined
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            owners = {name: who_has(name) for name in names}
+            newest = max((o for o in owners.values() if o), key=lambda v: tuple(map(int, v.split("."))), default=None)
+            unknown = [name for name, owner in owners.items() if owner is None]
+            has = f"torch {newest} is the first that has {'them' if not unknown else 'some of them'}" if newest else ""
+            none = f"no release of torch that is known here has {', '.join(unknown[:4])}" if unknown else ""
+            how = f"{listed} in no library of {torch.folder / 'lib'}; {'; '.join(filter(None, (has, none)))}"
+            what = f"{library.path.name} needs symbols that torch {torch.version} doesn't have"
+            mend = install_package(facts, built_as(facts), same=False)
+            if newest and not unknown:
+                mend = install_torch(facts, version=newest)
+            yield Finding("undefined-symbols", what, how, mend)
+
+
+def cuda_build(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus and not any(library.path.stem == "_C_cuda" for library in facts.libraries):
+        how = f"{show_gpus(facts)}; {facts.package} has no _C_cuda.so"
+        build = f"cuda{served // 1000}" if (served := facts.driver) else "cuda"
+        mend = install_package(facts, build)
+        yield Finding("cpu-build", f"this is the CPU build of {NAME}, on a machine with a GPU", how, mend)
+
+
+def cuda_torch(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus and facts.torch and facts.torch.cuda is None:
+        how = f"{show_gpus(facts)}; torch {facts.torch.version} in {facts.torch.folder} was built without CUDA"
+        mend = install_torch(facts, "cuda", (facts.driver or 13000) // 1000)
+        yield Finding("cpu-torch", "PyTorch is a build without CUDA, on a machine with a GPU", how, mend)
+
+
+def driver(facts: Facts) -> Iterator[Finding]:
+    if facts.driver_error:
+        what = "there is an NVIDIA driver, but it doesn't answer"
+        yield Finding(
+            "driver-fails", what, facts.driver_error, "sudo reboot; if that is no help, install the driver anew"
+        )
+    if facts.driver is None:
+        return
+    name = f"driver {facts.driver_name}" if facts.driver_name else "the driver"
+    served, major = cuda_version(facts.driver), facts.driver // 1000
+    library = facts.library("_C_cuda")
+    torch = facts.torch.cuda if facts.torch else None
+    if torch and int(torch.split(".")[0]) > major:
+        mend = f"{update_driver(torch)}; or {install_torch(facts, f'cuda{major}', major)}"
+        how = f"{name} serves CUDA {served} at most, torch {facts.torch.version} was built with {torch}"  # type: ignore[union-attr]
+        yield Finding("driver-torch", "the NVIDIA driver is too old for PyTorch", how, mend)
+    if library and library.cuda // 1000 > major:
+        built = cuda_version(library.cuda)
+        mend = f"{update_driver(built)}; or {install_package(facts, f'cuda{major}')}"
+        how = f"{name} serves CUDA {served} at most, {library.path} was built with {built}"
+        yield Finding("driver-library", "the NVIDIA driver is too old for the CUDA runtime in _C_cuda.so", how, mend)
+
+
+def architectures(facts: Facts) -> Iterator[Finding]:
+    library = facts.library("_C_cuda")
+    if library is None or not library.architectures:
+        return
+    for gpu in {gpu.arch: gpu for gpu in facts.gpus}.values():
+        code, ptx = serves(library, gpu.architecture, facts.driver)
+        if code:
+            continue
+        how = f"{gpu.name} is of architecture {gpu.arch}, {library.path} has {', '.join(library.architectures)}"
+        what = f"{library.path.name} has no code for {gpu.name}"
+        if ptx:
+            what += ": the driver compiles its PTX at the first call"
+        listed = ";".join([*library.architectures, gpu.arch] if gpu.architecture >= (7, 5) else [gpu.arch])
+        mend = install_package(facts, "", same=False, TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
+        if gpu.architecture < (7, 5):
+            mend += " (with nvcc of CUDA 12)"
+        yield Finding("architecture", what, how, mend)
+
+
+def missing_openmp(error: str) -> str:
+    match = re.search(r"(lib(?:gomp|iomp5|omp)[\w.-]*): cannot open shared object file", error)
+    return match[1] if match else ""
+
+
+def openmp(facts: Facts) -> Iterator[Finding]:
+    if name := missing_openmp(facts.probe.get("torch_error", "")):
+        what = f"PyTorch's OpenMP runtime {name} is missing"
+        yield Finding("openmp-missing", what, facts.probe["torch_error"], reinstall_openmp(facts))
+    found = facts.probe.get("openmp")
+    if found == []:
+        what = "no OpenMP runtime is loaded: CPU kernels run on one thread"
+        yield Finding(
+            "openmp-missing", what, "torch was imported and no libgomp, libiomp5 or libomp mapped", install_torch(facts)
+        )
+    elif found and len(found) > 1:
+        folder = facts.torch.folder if facts.torch else Path()
+        homes = {folder.resolve(), (folder / "lib").resolve(), folder.with_name("torch.libs").resolve()}
+        # A wheel of torch brings its own; conda's takes the one of the environment.
+        own = [path for path in found if Path(path).parent in homes]
+        own = own or [path for path in found if Path(path).parent == (facts.prefix / "lib").resolve()]
+        extra = [path for path in found if path not in own] or found[1:]
+        what = f"{len(found)} OpenMP runtimes in one process: their threads compete, and results may be wrong"
+        how = f"torch and {NAME} were imported, and these are mapped: {', '.join(found)}"
+        yield Finding("openmp-mixed", what, how, remove(Path(extra[0]), facts))
+
+
+def solver(facts: Facts) -> Iterator[Finding]:
+    for wish in facts.wishes if facts.gpus else ():
+        what = "conda's solver was told to prefer CPU, on a machine with a GPU"
+        how = f"{wish.where}: {wish.what}; {show_gpus(facts)}"
+        yield Finding("solver", what, how, f"{wish.undo} && {prefer_cuda(facts)}" if wish.undo else prefer_cuda(facts))
+
+
+def settings(facts: Facts) -> Iterator[Finding]:
+    if facts.simd != facts.simd_possible:
+        what = f"the CPU kernels are held to {facts.simd}, and this machine has {facts.simd_possible}"
+        yield Finding("simd", what, "the environment variable EXTENSION_CPP_SIMD", "unset EXTENSION_CPP_SIMD")
+
+
+# What doesn't work without any of the causes above: in its own words.
+
+
+def dies(facts: Facts, causes: set[str]) -> Iterator[Finding]:
+    if facts.probe.get("died"):
+        torch = "threads" not in facts.probe  # The first that it says, once torch is there.
+        mend = install_torch(facts, again=True) if torch else install_package(facts, built_as(facts))
+        yield Finding("died", f"importing {'torch' if torch else NAME} ends the process", facts.probe["died"], mend)
+
+
+def import_fails(facts: Facts, causes: set[str]) -> Iterator[Finding]:
+    if (error := facts.probe.get("error")) and not causes:
+        # A C or C++ runtime that is too old here: the same file will not do.
+        mend = install_package(facts, same="not found (required by" not in error)
+        yield Finding("import-fails", f"{NAME} can't be imported", error.splitlines()[0], mend)
+    for library, error in facts.probe.get("load_errors", {}).items():
+        if facts.library(library) and not causes:
+            yield Finding("not-loaded", f"{library} is not loaded", error, install_package(facts, built_as(facts)))
+
+
+def no_kernels(facts: Facts, causes: set[str]) -> Iterator[Finding]:
+    """One operator may have no kernel for a device; that none has is no one's intention."""
+    served, errors = facts.probe.get("backends", {}), facts.probe.get("load_errors", {})
+    cuda = facts.gpus and facts.library("_C_cuda") and not causes and not errors
+    for kind in ("cpu", "cuda") if cuda else ("cpu",):
+        if served and all(by_kind.get(kind) == "reference" for by_kind in served.values()):
+            how = f"that serves {', '.join(served)}, though no library failed to load"
+            mend = install_package(facts, built_as(facts))
+            yield Finding("not-native", f"on {kind} every operator runs its PyTorch reference", how, mend)
+
+
+def hidden_gpus(facts: Facts, causes: set[str]) -> Iterator[Finding]:
+    if facts.gpus and facts.probe.get("cuda_devices") == 0 and not causes & {"driver-torch", "driver-fails"}:
+        said = facts.probe.get("cuda_said") or "it doesn't say why"
+        how = f"{show_gpus(facts)}; torch.cuda.is_available() is false: {said}"
+        mend = "sudo modprobe nvidia_uvm; with NVSwitch also sudo systemctl start nvidia-fabricmanager"
+        first = (facts.visible_devices or "").split(",")[0].strip()
+        shown = first.startswith(("GPU-", "MIG-")) or (first.isdigit() and int(first) < len(facts.gpus))
+        if facts.visible_devices is not None and not shown:
+            how += f"; CUDA_VISIBLE_DEVICES is '{facts.visible_devices}'"
+            mend = "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("hidden-gpu", "PyTorch sees no GPU", how, mend)
+
+
+CHECKS: list[Check] = [
+    torch_is_there,
+    libraries_are_whole,
+    one_copy,
+    symbols_are_there,
+    cuda_build,
+    cuda_torch,
+    driver,
+    architectures,
+    openmp,
+    solver,
+    settings,
+]
+REMAINING = [dies, import_fails, no_kernels, hidden_gpus]
+# They keep no library from being loaded, so they explain none that isn't.
+HARMLESS = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}

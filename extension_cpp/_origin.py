@@ -1,0 +1,144 @@
+"""Where the package came from, what else of it there is, and what conda's solver was told: read from what installers keep."""
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NAME = "extension_cpp"
+
+
+@dataclass
+class Origin:
+    """Where the package came from."""
+
+    kind: str
+    """conda, wheel, source, just in time, or unknown."""
+    text: str
+    source: str = ""
+    """The channel, URL or checkout to have it from again."""
+    altered: list[str] = field(default_factory=list)
+    """Files that are not what was installed."""
+
+
+@dataclass
+class Wish:
+    """Something that told conda's solver to prefer CPU."""
+
+    where: str
+    what: str
+    undo: str
+
+
+def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
+    """By the record of conda or pip that lists the package's files; `loaded` is where _C came from."""
+    folder = package.parent
+    for file in (prefix / "conda-meta").glob(f"{NAME}-[0-9]*.json"):
+        record = json.loads(file.read_text())
+        paths = {prefix / entry["_path"]: entry for entry in record.get("paths_data", {}).get("paths", [])}
+        if package / "_loader.py" in paths:
+            channel = re.sub(r"/(linux|osx|win|noarch)[^/]*/[^/]*$", "", record.get("url") or record["channel"])
+            digests = {
+                path: bytes.fromhex(entry.get("sha256_in_prefix") or entry.get("sha256") or "")
+                for path, entry in paths.items()
+                if package in path.parents
+            }
+            text = f"conda: {record['version']} {record['build']} from {channel}"
+            return Origin("conda", text, channel, list(altered(digests)))
+    if loaded and package.resolve() not in loaded.resolve().parents:
+        return Origin("just in time", f"compiled just in time, in {loaded.parent}", str(loaded.parent))
+    if (folder / "setup.py").exists() and (folder / "csrc").is_dir():
+        return Origin("source", f"source: the checkout {folder}", str(folder))
+    for distribution in importlib.metadata.distributions(name=NAME, path=[str(folder)]):
+        digests = {
+            Path(str(distribution.locate_file(file))): base64.urlsafe_b64decode(file.hash.value + "==")
+            if file.hash
+            else b""
+            for file in distribution.files or []
+            if str(file).startswith(f"{NAME}/") and file.suffix != ".pyc"
+        }
+        direct = json.loads(distribution.read_text("direct_url.json") or "{}")
+        url, repository = direct.get("url", ""), direct.get("vcs_info")
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}" if repository else url
+        by = (distribution.read_text("INSTALLER") or "an unknown installer").strip()
+        text = f"wheel: {distribution.version}, installed by {by}{f' from {url}' if url else ''}"
+        return Origin("wheel", text, url, list(altered(digests)))
+    return Origin("unknown", f"unknown: {package} is in no record of conda or pip")
+
+
+def altered(digests: dict[Path, bytes]) -> Iterator[str]:
+    """Which files differ from their SHA-256 digests, or are gone."""
+    for path, digest in digests.items():
+        if not path.exists():
+            yield f"{path.name} is gone"
+        elif digest and hashlib.sha256(path.read_bytes()).digest() != digest:
+            yield f"{path.name} was changed"
+
+
+def other_copies(package: Path) -> list[Path]:
+    folders = [Path(entry or ".") / NAME for entry in sys.path]
+    for distribution in importlib.metadata.distributions(name=NAME):
+        url = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if url.get("dir_info", {}).get("editable"):
+            folders.append(Path(url["url"].removeprefix("file://")) / NAME)
+    found = {folder.resolve(): None for folder in folders if (folder / "__init__.py").exists()}
+    return [folder for folder in found if folder != package.resolve()]
+
+
+def wants_cpu(spec: str) -> bool:
+    name, rest = re.match(r"([\w.-]*)(.*)", spec.split("::")[-1]).groups()  # type: ignore[union-attr]
+    builds = ("pytorch", "libtorch", "pytorch-mutex", NAME)
+    return name in ("cpuonly", "pytorch-cpu") or (name in builds and re.search(r"\bcpu", rest) is not None)
+
+
+def cpu_wishes(prefix: Path) -> Iterator[Wish]:
+    """What told the solver of this environment to prefer CPU, by the files that conda, mamba and pixi keep."""
+    meta = prefix / "conda-meta"
+    asked: dict[str, tuple[str, str]] = {}
+    history = meta / "history"
+    for kind, specs in re.findall(r"^# (\w+) specs: \[(.*)\]", read(history), re.MULTILINE):
+        for spec in re.findall(r"['\"](.+?)['\"]", specs):
+            name = re.split(r"[\s=<>!\[]", spec.split("::")[-1])[0]
+            asked[name] = ("" if kind == "remove" else spec, str(history))
+    for file in (*meta.glob("pytorch-[0-9]*.json"), *meta.glob(f"{NAME}-[0-9]*.json")):
+        record = json.loads(file.read_text())
+        for spec in (*record.get("requested_specs", ()), record.get("requested_spec")):
+            if spec and spec != "None":
+                asked.setdefault(record["name"], (spec, str(file)))
+    for name, (spec, where) in asked.items():
+        if wants_cpu(spec):
+            remove = f"conda remove -p {prefix} {name}" if name in ("cpuonly", "pytorch-cpu") else ""
+            yield Wish(where, f"it was asked for '{spec}'", remove)
+    for file in (meta / "pinned", prefix / ".condarc", Path.home() / ".condarc"):
+        for line in read(file).splitlines():
+            spec = line.strip().removeprefix("- ").strip("'\" ")
+            if wants_cpu(spec):
+                pattern = re.sub(r"([][\\.*^$/])", r"\\\1", line)
+                yield Wish(str(file), f"it pins '{spec}'", f"sed -i.bak {shlex.quote(f'/^{pattern}$/d')} {file}")
+    stored = json.loads(read(meta / "state") or "{}").get("env_vars", {})
+    if stored.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
+        undo = f"conda env config vars unset CONDA_OVERRIDE_CUDA -p {prefix}"
+        yield Wish(str(meta / "state"), "CONDA_OVERRIDE_CUDA is empty: the solver sees no driver", undo)
+    elif os.environ.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
+        what = "CONDA_OVERRIDE_CUDA is empty: the solver sees no driver"
+        yield Wish("the environment variables", what, "unset CONDA_OVERRIDE_CUDA")
+    manifest = pixi_manifest(prefix)
+    if manifest and not re.search(r"^[^#]*\bcuda\s*=", read(Path(manifest)), re.MULTILINE):
+        undo = f"pixi workspace system-requirements add --manifest-path {manifest} cuda 12"
+        yield Wish(manifest, "it declares no CUDA, so pixi solves as for a machine without a driver", undo)
+
+
+def pixi_manifest(prefix: Path) -> str:
+    """The file that pixi made this environment from, or nothing where it didn't."""
+    return json.loads(read(prefix / "conda-meta" / "pixi") or "{}").get("manifest_path", "")
+
+
+def read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.is_file() else ""

@@ -1,0 +1,45 @@
+"""What the doctor says agrees with what others say: PyTorch of its symbols, the README of the doctor."""
+
+import re
+from pathlib import Path
+
+from torch_abi_audit import torch_versions
+
+from extension_cpp import __main__, _doctor, _libraries, _mend
+from extension_cpp._facts import Facts, Gpu
+from extension_cpp._libraries import Library
+from extension_cpp._origin import Origin
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_who_has():
+    """Every function of the stable shim that came after 2.10, by its release; of the older ones none."""
+    versions = torch_versions.stable_shim_versions()
+    assert len(versions) > 200
+    for name, (major, minor, _) in versions.items():
+        # Single operators per backend, for code that torch.compile exports; no stable header calls them.
+        if not re.match(r"aoti_torch_(cpu|cuda|mps|xpu)_", name):
+            assert _libraries.who_has(name) == (f"{major}.{minor}" if (major, minor) > (2, 10) else None), name
+    assert _libraries.who_has("aoti_torch_does_not_exist") is None
+
+
+def test_readme(capsys, monkeypatch):
+    """The sample, for a machine of which these are the facts."""
+    package = Path("/opt/env/lib/python3.11/site-packages/extension_cpp")
+    monkeypatch.setattr(_mend.shutil, "which", lambda name: None)
+    facts = Facts(
+        package=package,
+        prefix=Path("/opt/env"),
+        platform="Linux x86_64",
+        libraries=[Library(package / "_C.abi3.so", platform="Linux x86_64")],
+        origin=Origin("conda", "", "conda-forge"),
+        torch=None,
+        driver=13000,
+        gpus=[Gpu("NVIDIA H200", (9, 0))],
+        conda=True,
+    )
+    findings = [finding for finding in _doctor.diagnose(facts) if finding.name != "no-torch"]
+    __main__.doctor(facts, findings)
+    sample = (ROOT / "README.md").read_text().split("<!-- the doctor's words are tested -->\n```\n")[1].split("```")[0]
+    assert capsys.readouterr().out.strip() == sample.strip()
