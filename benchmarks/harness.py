@@ -98,7 +98,7 @@ def time_cpu(function: Callable[[], object]) -> float:
     """Of as many calls as fit into 20 ms."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     once = timer.timeit(1).median
-    return timer.timeit(max(1, min(20_000, int(0.02 / once)))).median
+    return once if once > 0.02 else timer.timeit(min(20_000, int(0.02 / once))).median
 
 
 def time_cuda(function: Callable[[], object]) -> float:
@@ -218,8 +218,11 @@ def times_of(case: Case) -> dict[str, list[float]]:
     sets = input_sets(case, inputs)
     calls = {name: rotated(function, sets) for name, function in case.contenders.items()}
     for call in calls.values() if len(sets) > 1 else ():
-        for _ in sets:  # The first results take fresh memory, which costs more than the work.
+        start = time.monotonic()
+        for _ in sets:  # The first results take fresh memory, which costs more than the work, unless that is a lot.
             call()
+            if time.monotonic() - start > 0.2:
+                break
     timer = case.timer or (time_cuda if case.device == "cuda" else time_cpu)
     rounds = case.rounds
     if rounds > 1:

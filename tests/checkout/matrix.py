@@ -27,10 +27,8 @@ MARKS = ("<!-- proven on: written by make matrix -->\n", "<!-- end -->\n")
 NEWEST = "newest"
 COMBINATIONS = [
     ("3.10", "2.10.0"),
-    ("3.11", "2.10.0"),
     ("3.11", "2.13.0"),
     ("3.11", "2.14.1"),
-    ("3.11", NEWEST),
     ("3.13", NEWEST),
 ]
 REQUIRED = ["numpy", "pytest", "hypothesis", "expecttest", "pyelftools", "rich", "nvidia-cuda-cuobjdump", "torchvision"]
