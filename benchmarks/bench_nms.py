@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import extension_cpp
+from benchmarks.contenders import graphed
 from benchmarks.harness import OURS, Case, reported
-from extension_cpp.ops.nms import batched_nms_reference, nms_reference
+from extension_cpp.ops.nms import batched_nms_reference, nms_padded_reference, nms_reference
 
 try:
     import torchvision
@@ -141,6 +142,36 @@ def batched(device: str, n: int) -> Case:
     )
 
 
+def padded(device: str, n: int) -> Case:
+    """Of the size that is known without the values; peers are padded afterwards, as one would for a CUDA graph."""
+
+    def pad(function: Callable) -> Callable:
+        def run(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+            keep = function(boxes, scores, THRESHOLD)
+            return torch.cat([keep, keep.new_full((n - len(keep),), -1)]), torch.tensor(len(keep), device=device)
+
+        return run
+
+    def ours(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return extension_cpp.nms_padded(boxes, scores, THRESHOLD)
+
+    return Case(
+        "nms_padded",
+        device,
+        {
+            OURS: ours,
+            **({f"{OURS}, as a CUDA graph": graphed(ours)} if device == "cuda" else {}),
+            **{name: pad(function) for name, (function, _) in peers(device).items() if name != OURS},
+        },
+        lambda: tuple(t.to(device) for t in random_boxes(n, 1_000)),
+        lambda boxes, scores: nms_padded_reference(boxes, scores, THRESHOLD),
+        kind="in a field of 1,000",
+        dtype=torch.float32,
+        size=f"{n:,}",
+        bytes=28 * n,
+    )
+
+
 def large(n: int) -> Iterator[Case]:
     """More boxes than a peer has memory for: the time, and the memory."""
 
@@ -177,6 +208,7 @@ def cases(device: str) -> Iterator[Case]:
         yield single(device, make, 20_000, kind="hard cases", size=f"20,000 {title}")
     for n in (10_000, 100_000):
         yield batched(device, n)
+    yield padded(device, 5_000)
     if device == "cuda":
         for n in (200_000, 1_000_000):
             yield from large(n)
