@@ -51,9 +51,11 @@ def newest_torch() -> str:
 
 
 def packages() -> dict[str, Path]:
-    """The packages of `make package`, by variant."""
+    """Copies of what `make package` made, by variant, so that all environments get the same files."""
     states = json.loads((ROOT / "dist" / "packages.json").read_text())
-    return {proc: ROOT / "dist" / "conda" / "linux-64" / state["package"] for proc, state in sorted(states.items())}
+    (FOLDER / "packages").mkdir(parents=True, exist_ok=True)
+    made = {proc: ROOT / "dist" / "conda" / "linux-64" / state["package"] for proc, state in sorted(states.items())}
+    return {proc: Path(shutil.copy2(path, FOLDER / "packages")) for proc, path in made.items()}
 
 
 def environment(version: str, torch: str) -> Path:
