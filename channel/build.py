@@ -230,7 +230,10 @@ class LocalChannel:
             (self.root / subdir).mkdir(exist_ok=True)
         self.drop_damaged()
         lacking = [pin for pin in wheel_pins() if (cuda or not pin.cuda) and not self.has(*pin.package)]
-        wheels = download(self.root / ".wheels", lacking, self.report) if lacking else []
+        wheels = []
+        for which in (False, True):  # pip has no two versions of torch in one go.
+            wanted = [pin for pin in lacking if pin.cuda == which]
+            wheels += download(self.root / ".wheels", wanted, self.report) if wanted else []
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".work-") as work:
             self.make_python(Path(work))
             self.make_abi_packages(Path(work))
