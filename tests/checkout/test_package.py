@@ -313,7 +313,6 @@ class TestLocalChannel:
 
     def test_no_network(self, channel, monkeypatch):
         next((channel / "noarch").glob("iniconfig-*")).unlink()
-        next((channel / ".wheels").glob("iniconfig-*")).unlink()
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
         with pytest.raises(build.ChannelError, match=r"(?s)could not be had; run it again to go on.*iniconfig"):
