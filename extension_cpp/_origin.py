@@ -1,6 +1,7 @@
 """Where the package came from, what else of it there is, and what conda's solver was told: read from what installers keep."""
 
 import base64
+import csv
 import hashlib
 import importlib.metadata
 import json
@@ -57,12 +58,12 @@ def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
     if (folder / "setup.py").exists() and (folder / "csrc").is_dir():
         return Origin("source", f"source: the checkout {folder}", str(folder))
     for distribution in importlib.metadata.distributions(name=NAME, path=[str(folder)]):
+        # distribution.files leaves out files that are gone, since Python 3.12.
+        rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
         digests = {
-            Path(str(distribution.locate_file(file))): base64.urlsafe_b64decode(file.hash.value + "==")
-            if file.hash
-            else b""
-            for file in distribution.files or []
-            if str(file).startswith(f"{NAME}/") and file.suffix != ".pyc"
+            folder / name: base64.urlsafe_b64decode(digest.removeprefix("sha256=") + "==")
+            for name, digest, _ in rows
+            if name.startswith(f"{NAME}/") and not name.endswith(".pyc")
         }
         direct = json.loads(distribution.read_text("direct_url.json") or "{}")
         url, repository = direct.get("url", ""), direct.get("vcs_info")
