@@ -7,11 +7,13 @@ writes what ran where to proven.json and into the README.
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -96,14 +98,13 @@ def prove(version: str, torch: str, files: dict[str, Path], keep: bool, console:
     row = {"python": version, "torch": torch}
     good = True
     try:
-        with console.status(f"Python {version}, torch {torch}: environment"):
-            interpreter = environment(version, torch)
+        console.print(f"Python {version}, torch {torch} ...", highlight=False)
+        interpreter = environment(version, torch)
         ask = "import torch; print(torch.__version__, torch.version.cuda or 'none')"
         row["torch"], row["cuda"] = subprocess.check_output([interpreter, "-c", ask], text=True).split()
         for proc, file in files.items():
             start = time.monotonic()
-            with console.status(f"Python {version}, torch {torch}: {file.name}"):
-                code, row[proc] = run(interpreter, file)
+            code, row[proc] = run(interpreter, file)
             good = good and code == 0
             seconds = time.monotonic() - start
             console.print(
@@ -159,7 +160,8 @@ def main() -> int:
         for version, torch in chosen
         if torch in (options.torch or [torch]) and version in (options.python or [version])
     ]
-    results = [prove(version, torch, files, options.keep, console) for version, torch in chosen]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda pair: prove(*pair, files, options.keep, console), chosen))
     rows = [row for row, _ in results]
     table = Table("Python", "torch", *files)
     for row in rows:
