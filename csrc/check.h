@@ -13,6 +13,13 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+// For the formulas, which both compilers compile.
+#if defined(__CUDACC__)
+#define EXTENSION_CPP_INLINE __host__ __device__ __forceinline__
+#else
+#define EXTENSION_CPP_INLINE inline
+#endif
+
 namespace extension_cpp {
 
 using torch::stable::Tensor;

@@ -13,12 +13,6 @@
 #include "elementwise.h"
 #include "overlap.h"
 
-#if defined(__CUDACC__)
-#define EXTENSION_CPP_INLINE __host__ __device__ __forceinline__
-#else
-#define EXTENSION_CPP_INLINE inline
-#endif
-
 namespace extension_cpp {
 
 // a * b + c, rounded once (a fused multiply-add) on every device.

@@ -15,12 +15,6 @@
 
 #include "check.h"
 
-#if defined(__CUDACC__)
-#define EXTENSION_CPP_INLINE __host__ __device__ __forceinline__
-#else
-#define EXTENSION_CPP_INLINE inline
-#endif
-
 namespace extension_cpp {
 
 constexpr int64_t kMostBoxes = 1 << 30;
