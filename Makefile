@@ -1,5 +1,5 @@
 # Each target makes what it needs, in .venv and .venv-conda. From outside: PYTHON and TORCH pick what those are made of,
-# VARIANT and CHANNEL what `package` builds and against what; setup.py lists the variables of the build.
+# VARIANT and CHANNEL what `package` builds and against what; extension_cpp/_build.py lists the variables of the build.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
