@@ -20,8 +20,9 @@ $(VENV)/.ready: pyproject.toml
 build: $(VENV)/.ready
 	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
+# By file, as tests of one file share what they build.
 test: build lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # The conda engine has an environment of its own: it needs no torch.
 $(CONDA)/.ready: pyproject.toml
