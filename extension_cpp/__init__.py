@@ -14,5 +14,6 @@ load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
 if not _loader.is_program():
     from extension_cpp import ops  # The schemas must be there first.
     from extension_cpp.ops import *  # noqa: F403
+    from extension_cpp.ops._backends import backends, use_backend
 
-    __all__ = ["__version__", "load_errors", "ops", *ops.__all__]
+    __all__ = ["__version__", "backends", "load_errors", "ops", "use_backend", *ops.__all__]
