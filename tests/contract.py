@@ -294,7 +294,7 @@ class Contract:
         backend = "aot_eager" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "eager"
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
-            real = run(op, op.function, map_tensors(clone, args))
+            real = run(op, op.reference, map_tensors(clone, args))
             with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
                 fake = map_tensors(
                     lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args

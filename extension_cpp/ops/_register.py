@@ -179,18 +179,17 @@ def _warn_once(op: str, device_type: str, backend: str) -> None:
         return
     _warned.add(key)
     if reason is None:
-        who = f"{op}: runs its slower PyTorch reference"
+        said = f"{op}: runs its slower PyTorch reference on {device_type}"
         reason = "extension_cpp has no kernel for this device type"
         if op in _backends._with_triton and device_type == "cuda":
             reason = _backends.why_no_triton()
-    elif _backends.why_no_triton():
-        who = f"extension_cpp: {op} and all other operators run their slower PyTorch reference"
+    elif backend == "triton":
+        others = "as do all other operators that can; those that can't run their slower PyTorch reference"
+        said = f"extension_cpp: {op} runs in Triton on {device_type}, {others}"
     else:
-        name = {"triton": "Triton", "reference": "slower PyTorch reference"}[backend]
-        who = (
-            f"extension_cpp: {op} runs its {name}, and the others their Triton or else their slower PyTorch reference,"
-        )
-    warnings.warn(f"{who} on {device_type}: {reason}", stacklevel=4)
+        others = "operators" if _backends.why_no_triton() else "operators that can't run in Triton"
+        said = f"extension_cpp: {op} and all other {others} run their slower PyTorch reference on {device_type}"
+    warnings.warn(f"{said}: {reason}", stacklevel=4)
 
 
 def _register_mutation(overload: Any, argument: int) -> None:
