@@ -288,4 +288,14 @@ CHECKS: list[Check] = [
 ]
 REMAINING = [dies, import_fails, no_kernels, hidden_gpus]
 # They keep no library from being loaded, so they explain none that isn't.
-HARMLESS = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture", "backend"}
+HARMLESS = {
+    "shadowed",
+    "simd",
+    "solver",
+    "openmp-mixed",
+    "cpu-build",
+    "cpu-torch",
+    "altered",
+    "architecture",
+    "backend",
+}

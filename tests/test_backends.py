@@ -93,7 +93,7 @@ class TestBackends:
     def test_triton_has_the_schema_too(self):
         """Inferred from the Python function by triton_op, written in C++ for the operator."""
         use_backend("triton")
-        for name in _backends._with_triton:
+        for name in _backends._makers:
             kinds = [
                 [(a.name, str(a.type)) for a in overload._schema.arguments]
                 + [str(r.type) for r in overload._schema.returns]

@@ -29,9 +29,10 @@ interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 
 _native: dict[str, list[str]] = {}
 """Operator to the types of device that its compiled kernels serve."""
-_makers: dict[str, Callable[[], Any]] = {}
-"""What makes the overload <op>.triton; taken out when that has been done."""
-_with_triton: set[str] = set()
+_makers: dict[str, Callable[[], tuple[Any, Callable]]] = {}
+"""What makes the overload <op>.triton and the function that it runs."""
+_functions: dict[str, Callable] = {}
+"""Those functions, as far as they were made."""
 _overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
 """What a call leads to, by backend. One dictionary each, so that torch.compile looks at Triton's only once it is filled."""
 
@@ -64,7 +65,7 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
 def implementations(name: str, device_type: str) -> list[str]:
     """The backends that an operator has on a type of device, best first."""
     found = ["native"] if device_type in _native[name] else []
-    found += ["triton"] if name in _with_triton and device_type in _triton_devices() else []
+    found += ["triton"] if name in _makers and device_type in _triton_devices() else []
     return [*found, "reference"]
 
 
@@ -98,18 +99,17 @@ def require(name: str, backend: str, args: Iterable[Any]) -> None:
     found = implementations(name, kind)
     if backend not in found and kind not in ("", "meta"):
         reason = extension_cpp.load_errors.get(f"_C_{kind}") if backend == "native" else ""
-        if backend == "triton" and name in _with_triton:
+        if backend == "triton" and name in _makers:
             reason = why_no_triton()
         wanted = f"backend must be {' or '.join(found)} on {kind}, got {backend}"
         raise RuntimeError(f"{name}: {wanted}{f': {reason}' if reason else ''}")
 
 
-def add(name: str, triton: Callable[[], Any] | None) -> None:
+def add(name: str, triton: Callable[[], tuple[Any, Callable]] | None) -> None:
     """Enter an operator, once its kernels are loaded and before anything else is registered for it."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     _native[name] = [kind for kind, key in (("cpu", "CPU"), ("cuda", "CUDA")) if has(f"extension_cpp::{name}", key)]
     if triton:
-        _with_triton.add(name)
         _makers[name] = triton
 
     def no_triton(*args: Any, **kwargs: Any) -> Any:
@@ -133,9 +133,8 @@ def _prepare(backend: str) -> str:
     if backend == "triton":
         if reason := why_no_triton():
             return f"backend must be native or reference, got 'triton': {reason}"
-        while _makers:
-            name, make = _makers.popitem()
-            add_overload(name, "triton", make())
+        for name in _makers:
+            triton_function(name)
     return ""
 
 
@@ -144,11 +143,17 @@ def _prepare(backend: str) -> str:
 _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def triton_function(name: str) -> Callable:
+    """What <op>.triton runs on CUDA; makes that overload if it wasn't yet."""
+    if name not in _functions:
+        overload, _functions[name] = _makers[name]()
+        add_overload(name, "triton", overload)
+    return _functions[name]
+
+
 def triton_overload(name: str) -> Callable:
-    """<op>.triton, made if it wasn't yet."""
-    if name in _makers:
-        add_overload(name, "triton", _makers.pop(name)())
-    return getattr(torch.ops.extension_cpp, name).triton
+    triton_function(name)
+    return _overloads["triton"][getattr(torch.ops.extension_cpp, name).default]
 
 
 class use_backend(TorchFunctionMode):

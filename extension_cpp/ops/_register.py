@@ -64,8 +64,9 @@ def register(
 
             @wraps(fake)
             def as_fake(*args: Any) -> Any:
+                result = fake(*args)
                 _backends.require(name, backend, args)
-                return fake(*args)
+                return result
 
         torch.library.register_fake(qualified, as_fake, lib=_library)
         if overload == "no_grad":
@@ -117,7 +118,7 @@ def _serve(name: str, overload: str, reference: Callable) -> dict[str, Any]:
     def triton(*args: Any) -> Any:
         if not _backends.chosen:
             _warn_once(name, "cuda", "triton")
-        return _backends.triton_overload(name)(*args)
+        return _backends.triton_function(name)(*args)
 
     _library.impl(qualified, fallback, "CompositeExplicitAutograd")
     for kind in ("cpu", "cuda"):
@@ -150,8 +151,8 @@ def _show_the_compiler(name: str, qualified: str) -> None:
     torch.library.register_torch_dispatch(f"extension_cpp::{qualified}", FunctionalTensorMode, rule, lib=_library)
 
 
-def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> Any:
-    """Make <op>.triton of the function in extension_cpp/triton."""
+def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tuple[Any, Callable]:
+    """Make <op>.triton of the function in extension_cpp/triton; returns both."""
     function = getattr(importlib.import_module(f"extension_cpp.triton.{stem}"), name)
 
     @wraps(function)
@@ -163,7 +164,9 @@ def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> An
     make: Callable = torch.library.custom_op if _backends.interpreted else torch.library.triton_op
     operator = make(f"extension_cpp::{name}.triton", run, mutates_args=())
     finish("triton", "triton")
-    return operator._opoverload
+    # An eager call needs nothing of what triton_op does for the compiler, which takes it longer than the kernel.
+    _library.impl(f"{name}.triton", function, "CUDA")
+    return operator._opoverload, function
 
 
 _warned: set[tuple[str, str]] = set()
@@ -181,7 +184,7 @@ def _warn_once(op: str, device_type: str, backend: str) -> None:
     if reason is None:
         said = f"{op}: runs its slower PyTorch reference on {device_type}"
         reason = "extension_cpp has no kernel for this device type"
-        if op in _backends._with_triton and device_type == "cuda":
+        if op in _backends._makers and device_type == "cuda":
             reason = _backends.why_no_triton()
     elif backend == "triton":
         others = "as do all other operators that can; those that can't run their slower PyTorch reference"

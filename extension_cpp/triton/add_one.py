@@ -4,26 +4,54 @@ import triton.language as tl
 from torch import Tensor
 
 from extension_cpp.ops.add_one import _add_one_fake, _my_op_fake
-from extension_cpp.triton.elementwise import bits_of, elementwise, launch, number, offsets, positions, widen
+from extension_cpp.triton.elementwise import Kernel, bits_of, elements, launch, number, offsets, positions, widen
 
 
-@elementwise
+@Kernel
 def _add_one(
-    out, x, n, s0, s1, x0, x1, x2, DIMS: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    x,
+    n30,
+    rest,
+    s0,
+    s1,
+    x0,
+    x1,
+    x2,
+    DIMS: tl.constexpr,
+    MANY: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     at = positions(BLOCK, WIDE)
-    value = tl.load(x + offsets(at, s0, s1, x0, x1, x2, DIMS), at < n)
-    tl.store(out + at, (widen(value) + 1).to(value.dtype), at < n)
+    inside = at < elements(n30, rest, WIDE)
+    value = tl.load(x + offsets(at, s0, s1, x0, x1, x2, DIMS), inside)
+    tl.store(out + at, (widen(value) + 1).to(value.dtype), inside)
 
 
-@elementwise
+@Kernel
 def _my_op(
-    out, x, bits, n, s0, s1, x0, x1, x2, DIMS: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    x,
+    high,
+    low,
+    n30,
+    rest,
+    s0,
+    s1,
+    x0,
+    x1,
+    x2,
+    DIMS: tl.constexpr,
+    MANY: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     at = positions(BLOCK, WIDE)
-    value = tl.load(x + offsets(at, s0, s1, x0, x1, x2, DIMS), at < n)
+    inside = at < elements(n30, rest, WIDE)
+    value = tl.load(x + offsets(at, s0, s1, x0, x1, x2, DIMS), inside)
     wide = widen(value)
-    tl.store(out + at, (wide * number(bits).to(wide.dtype)).to(value.dtype), at < n)
+    tl.store(out + at, (wide * number(high, low).to(wide.dtype)).to(value.dtype), inside)
 
 
 def add_one(input: Tensor) -> Tensor:
@@ -31,4 +59,4 @@ def add_one(input: Tensor) -> Tensor:
 
 
 def my_op(input: Tensor, scalar_arg: float) -> Tensor:
-    return launch(_my_op, _my_op_fake(input, scalar_arg), (input,), bits_of(scalar_arg))
+    return launch(_my_op, _my_op_fake(input, scalar_arg), (input,), *bits_of(scalar_arg))

@@ -4,16 +4,18 @@ import triton.language as tl
 from torch import Tensor
 
 from extension_cpp.ops.muladd import _mymul_backward_fake, _mymul_fake, _mymuladd_fake
-from extension_cpp.triton.elementwise import bits_of, elementwise, launch, number, offsets, positions, widen
+from extension_cpp.triton.elementwise import Kernel, bits_of, elements, launch, number, offsets, positions, widen
 
 
-@elementwise
+@Kernel
 def _mymuladd(
     out,
     a,
     b,
-    bits,
-    n,
+    high,
+    low,
+    n30,
+    rest,
     s0,
     s1,
     a0,
@@ -28,17 +30,19 @@ def _mymuladd(
     BLOCK: tl.constexpr,
 ):
     at = positions(BLOCK, WIDE)
-    x = tl.load(a + offsets(at, s0, s1, a0, a1, a2, DIMS), at < n)
-    y = widen(tl.load(b + offsets(at, s0, s1, b0, b1, b2, DIMS), at < n))
-    tl.store(out + at, tl.fma(widen(x), y, number(bits).to(y.dtype)).to(x.dtype), at < n)
+    inside = at < elements(n30, rest, WIDE)
+    x = tl.load(a + offsets(at, s0, s1, a0, a1, a2, DIMS), inside)
+    y = widen(tl.load(b + offsets(at, s0, s1, b0, b1, b2, DIMS), inside))
+    tl.store(out + at, tl.fma(widen(x), y, number(high, low).to(y.dtype)).to(x.dtype), inside)
 
 
-@elementwise
+@Kernel
 def _mymul(
     out,
     a,
     b,
-    n,
+    n30,
+    rest,
     s0,
     s1,
     a0,
@@ -53,13 +57,14 @@ def _mymul(
     BLOCK: tl.constexpr,
 ):
     at = positions(BLOCK, WIDE)
-    x = tl.load(a + offsets(at, s0, s1, a0, a1, a2, DIMS), at < n)
-    y = tl.load(b + offsets(at, s0, s1, b0, b1, b2, DIMS), at < n)
-    tl.store(out + at, (widen(x) * widen(y)).to(x.dtype), at < n)
+    inside = at < elements(n30, rest, WIDE)
+    x = tl.load(a + offsets(at, s0, s1, a0, a1, a2, DIMS), inside)
+    y = tl.load(b + offsets(at, s0, s1, b0, b1, b2, DIMS), inside)
+    tl.store(out + at, (widen(x) * widen(y)).to(x.dtype), inside)
 
 
 def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
-    return launch(_mymuladd, _mymuladd_fake(a, b, c), (a, b), bits_of(c))
+    return launch(_mymuladd, _mymuladd_fake(a, b, c), (a, b), *bits_of(c))
 
 
 def mymul(a: Tensor, b: Tensor) -> Tensor:
