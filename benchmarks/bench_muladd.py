@@ -11,7 +11,7 @@ from torch import Tensor
 import extension_cpp
 from benchmarks.contenders import backward, compiled, graphed
 from benchmarks.harness import OURS, Case, Function, time_calls
-from extension_cpp.ops import muladd
+from extension_cpp.ops import _backends, muladd
 
 SIZES = {"cpu": (10, 16, 20, 26), "cuda": (10, 16, 20, 24, 28)}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -101,6 +101,18 @@ def cached(dtype: torch.dtype, log2: int) -> Case:
         size=f"2^{log2}",
         operations=2 * 2**log2,
     )
+
+
+def in_triton(dtype: torch.dtype, log2: int) -> Iterator[Case]:
+    """What serves beside a CUDA torch where the CUDA library doesn't: how much of its speed is left."""
+    n = 2**log2
+    ops = torch.ops.extension_cpp
+    common = {"kind": "forward in Triton", "dtype": dtype, "size": f"2^{log2}", "x": n, "bytes": 3 * dtype.itemsize * n}
+    two = vectors("cuda", dtype, n, 2)
+    chosen = {OURS: lambda a, b: ops.mymuladd.triton(a, b, C), "native": mymuladd}
+    yield Case("mymuladd", "cuda", chosen, two, mymuladd_reference, operations=2 * n, **common)
+    chosen = {OURS: lambda a, b: ops.mymul.triton(a, b), "native": extension_cpp.mymul}
+    yield Case("mymul", "cuda", chosen, two, muladd.mymul_reference, operations=n, **common)
 
 
 def training(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
@@ -202,6 +214,9 @@ def cases(device: str) -> Iterator[Case]:
     for dtype in DTYPES:
         for log2 in SIZES[device]:
             yield from forward(device, dtype, log2)
+            if device == "cuda" and {"native", "triton"} <= {*_backends.implementations("mymuladd", device)}:
+                extension_cpp.use_backend("triton")  # Makes the overloads.
+                yield from in_triton(dtype, log2)
         if device == "cpu":
             yield cached(dtype, 20)
         for log2 in SIZES[device][-2:] if device == "cpu" else SIZES[device]:

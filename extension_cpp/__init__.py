@@ -18,8 +18,9 @@ __all__ = ["__version__", "jit", "load_errors"]
 if _loader.libraries:
     from extension_cpp import ops  # The schemas must be there first.
     from extension_cpp.ops import *  # noqa: F403
+    from extension_cpp.ops._backends import backends, use_backend
 
-    __all__ += ["ops", *ops.__all__]
+    __all__ += ["backends", "ops", "use_backend", *ops.__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -221,6 +221,9 @@ def settings(facts: Facts) -> Iterator[Finding]:
     if facts.simd != facts.simd_possible:
         what = f"the CPU kernels are held to {facts.simd}, and this machine has {facts.simd_possible}"
         yield Finding("simd", what, "the environment variable EXTENSION_CPP_SIMD", "unset EXTENSION_CPP_SIMD")
+    if facts.backend:
+        what = f"every operator is held to its backend '{facts.backend}'"
+        yield Finding("backend", what, "the environment variable EXTENSION_CPP_BACKEND", "unset EXTENSION_CPP_BACKEND")
 
 
 # What doesn't work without any of the causes above: in its own words.
@@ -234,7 +237,8 @@ def dies(facts: Facts, causes: set[str]) -> Iterator[Finding]:
 
 
 def import_fails(facts: Facts, causes: set[str]) -> Iterator[Finding]:
-    if (error := facts.probe.get("error")) and not causes:
+    error = facts.probe.get("error", "")
+    if error and not causes and "EXTENSION_CPP_BACKEND" not in error:
         # A C or C++ runtime that is too old here: the same file will not do.
         mend = install_package(facts, same="not found (required by" not in error)
         yield Finding("import-fails", f"{NAME} can't be imported", error.splitlines()[0], mend)
@@ -244,7 +248,9 @@ def import_fails(facts: Facts, causes: set[str]) -> Iterator[Finding]:
 
 
 def no_kernels(facts: Facts, causes: set[str]) -> Iterator[Finding]:
-    """One operator may have no kernel for a device; that none has is no one's intention."""
+    """One operator may have no kernel for a device; that none has is no one's intention, unless it was asked for."""
+    if facts.backend:
+        return
     served, errors = facts.probe.get("backends", {}), facts.probe.get("load_errors", {})
     cuda = facts.gpus and facts.library("_C_cuda") and not causes and not errors
     for kind in ("cpu", "cuda") if cuda else ("cpu",):
@@ -282,4 +288,14 @@ CHECKS: list[Check] = [
 ]
 REMAINING = [dies, import_fails, no_kernels, hidden_gpus]
 # They keep no library from being loaded, so they explain none that isn't.
-HARMLESS = {"shadowed", "simd", "solver", "openmp-mixed", "cpu-build", "cpu-torch", "altered", "architecture"}
+HARMLESS = {
+    "shadowed",
+    "simd",
+    "solver",
+    "openmp-mixed",
+    "cpu-build",
+    "cpu-torch",
+    "altered",
+    "architecture",
+    "backend",
+}

@@ -73,6 +73,8 @@ class Facts:
     cpus: int = 1
     simd: str = ""
     simd_possible: str = ""
+    backend: str = ""
+    """EXTENSION_CPP_BACKEND."""
     probe: dict[str, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     """What could not be looked at, and why."""
@@ -109,6 +111,7 @@ def gather() -> Facts:
         facts.wishes = attempt("what conda's solver was told", lambda: list(cpu_wishes(facts.prefix)), [])
     facts.cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     facts.simd, facts.simd_possible = simd(os.environ.get("EXTENSION_CPP_SIMD", "")), simd("")
+    facts.backend = os.environ.get("EXTENSION_CPP_BACKEND", "")
     facts.probe = attempt("torch, from inside", probe, {})
     loaded = facts.probe.get("library")
     origin = partial(find_origin, facts.package, facts.prefix, Path(loaded) if loaded else None)

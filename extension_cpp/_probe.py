@@ -26,15 +26,10 @@ def mapped(pattern: str) -> list[str] | None:
 
 
 def backends(torch: Any, extension_cpp: Any) -> dict[str, dict[str, str]]:
-    """Which implementation serves each operator on each type of device."""
-    if hasattr(extension_cpp, "backends"):
-        return extension_cpp.backends()
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    kinds = ["cpu", *(["cuda"] if torch.version.cuda else [])]
-    return {
-        name: {kind: "native" if has(f"extension_cpp::{name}", kind.upper()) else "reference" for kind in kinds}
-        for name in extension_cpp.ops.__all__
-    }
+    """Which implementation serves each operator on each type of device that this torch can have."""
+    served = extension_cpp.backends()
+    without = () if torch.version.cuda or torch.version.hip else ("cuda",)
+    return {name: {k: v for k, v in by_kind.items() if k not in without} for name, by_kind in served.items()}
 
 
 def main() -> None:

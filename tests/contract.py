@@ -1,4 +1,4 @@
-"""What every operator must pass, on every device present and in every dtype.
+"""What every operator must pass, on every device present, by every backend that it has there, and in every dtype.
 
 A test module describes its operator once and inherits the checks:
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -24,6 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves, tree_map
+
+from extension_cpp import use_backend
+from extension_cpp.ops import _backends
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,9 +63,14 @@ class Operator:
     magnitude: Callable | None = None
     """That sum, from the arguments in float64; the magnitude of the result itself where None."""
 
-    @property
-    def overload(self) -> torch._ops.OpOverload:
-        return getattr(torch.ops.extension_cpp, self.name).default
+
+def others(name: str, device: str) -> list[str]:
+    """The backends that an operator has beside the one that serves, on a device that this torch can have."""
+    if device == "cuda" and torch.version.cuda is None:
+        return []
+    return [
+        backend for backend in _backends.implementations(name, device) if backend != _backends.serving(name, device)
+    ]
 
 
 def tensors(args: Any) -> list[Tensor]:
@@ -134,10 +143,31 @@ class Contract:
     """The checks. `op` is the operator under test; subclasses may add tests of their own."""
 
     op: Operator
+    backend: str | None = None
+    """What is chosen for the test that runs; None for what serves."""
 
-    @pytest.fixture(params=DEVICES)
-    def device(self, request) -> str:
-        return request.param
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Each check on each device, by what serves there and then by the operator's other backends."""
+        kinds = DEVICES
+        if "device" not in metafunc.fixturenames:
+            kinds = DEVICES if metafunc.function.__name__ == "test_answers" else ["cuda"]
+        cases = [(kind, backend) for kind in kinds for backend in (None, *others(self.op.name, kind))]
+        if "device" in metafunc.fixturenames:
+            metafunc.parametrize("device, chosen", cases, ids=["-".join(filter(None, case)) for case in cases])
+        else:
+            names = list(dict.fromkeys(backend for _, backend in cases))
+            metafunc.parametrize("chosen", names, ids=[name or "best" for name in names])
+
+    @pytest.fixture(autouse=True)
+    def choose(self, chosen: str | None) -> Iterator[None]:
+        self.backend = chosen
+        with use_backend(chosen) if chosen else nullcontext():
+            yield
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """What torch.ops has of the operator, or of the backend that is chosen."""
+        return getattr(getattr(torch.ops.extension_cpp, self.op.name), self.backend or "default")
 
     @pytest.fixture(params=FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
     def dtype(self, request) -> torch.dtype:
@@ -211,9 +241,9 @@ class Contract:
     def test_opcheck(self, device):
         """PyTorch's own checks of schema, autograd registration, fake kernel and AOT dispatch."""
         for args in islice(self.op.samples(device, torch.float32), 5):  # It looks at registrations more than at shapes.
-            opcheck(self.op.overload, args)
+            opcheck(self.overload, args)
             if self.op.differentiable:
-                opcheck(self.op.overload, map_tensors(lambda t: t.detach().clone().requires_grad_(), args))
+                opcheck(self.overload, map_tensors(lambda t: t.detach().clone().requires_grad_(), args))
 
     def test_fake_kernel(self, device, dtype):
         """Shape, dtype, strides and device of the real result, from the fake kernel."""
@@ -243,7 +273,11 @@ class Contract:
     def test_answers(self, dtype, answers):
         """The answers that answers.json has, on every device, from every variant of the package and under every torch."""
         op = self.op
+        if answers.write and self.backend:
+            return  # Those of what serves are stored.
         for device in DEVICES:
+            if self.backend not in (None, *others(op.name, device)):
+                continue
             found = []
             for args in op.samples("cpu", dtype):  # The same random numbers on every device.
                 on_device = map_tensors(lambda t, device=device: clone(t).to(device), args)
@@ -260,7 +294,7 @@ class Contract:
         backend = "aot_eager" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "eager"
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
-            real = run(op, op.function, map_tensors(clone, args))
+            real = run(op, op.reference, map_tensors(clone, args))
             with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
                 fake = map_tensors(
                     lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args
@@ -343,7 +377,7 @@ class Contract:
                 for wrong in (1, "text", None, [1.0]):
                     with pytest.raises((RuntimeError, TypeError)) as error:
                         op.function(*args[:i], wrong, *args[i + 1 :])
-                    name = op.overload._schema.arguments[i].name
+                    name = self.overload._schema.arguments[i].name
                     assert op.name in str(error.value) and re.search(rf"\b{name}\b", str(error.value)), str(error.value)
 
     # CUDA alone

@@ -5,6 +5,10 @@ import torch
 from contract import DEVICES, Contract, Operator
 from torch import Tensor
 
+from extension_cpp import use_backend
+from extension_cpp.ops import _check
+from extension_cpp.ops._register import register
+
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
@@ -198,3 +202,18 @@ def test_default_stream_is_caught():
     healthy.test_side_stream()
     with pytest.raises(AssertionError, match="not ordered with its stream"):
         faulty.test_side_stream()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fault_of_one_backend_is_caught(device):
+    """Kernels that are right, and a reference that isn't."""
+    contract = define("fault_reference", double)
+    register(
+        "fault_reference",
+        fake=torch.empty_like,
+        reference=lambda x: x * 2.001,
+        check=lambda op, x: _check.check_floating(op, "x", x),
+    )
+    contract.test_parity(device, torch.float32)
+    with use_backend("reference"), pytest.raises(AssertionError):
+        contract.test_parity(device, torch.float32)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_damaged_c(copy, damage):
 
 
 CUDA_TORCH = "import torch; torch.version.cuda = torch.version.cuda or '13.0'; import extension_cpp"
+WITHOUT_TRITON = "sys.modules['triton'] = None; "
 # What a user then sees. The dispatcher leads a call on CUDA tensors where it leads these, on tensors that any machine can
 # make; as they really are on the CPU, it is there that the reason must stand.
 CALLS_ON_CUDA = """
@@ -119,7 +121,23 @@ def test_damaged_c_cuda(copy, damage):
     content = (copy / "_C.abi3.so").read_bytes()
     if damage != "missing":
         library.write_bytes({"truncated": content[: len(content) // 2], "text": b"no library"}[damage])
-    check_fallback(python(CUDA_TORCH + CALLS_ON_CUDA, copy.parent), *DAMAGES[damage])
+    check_fallback(python(WITHOUT_TRITON + CUDA_TORCH + CALLS_ON_CUDA, copy.parent), *DAMAGES[damage])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_serves_without_c_cuda(copy):
+    """With one warning in the process. The interpreter takes tensors of the CPU."""
+    (copy / "_C_cuda.so").unlink(missing_ok=True)
+    told = 'print(extension_cpp.backends()["mymul"]["cuda"])'
+    done = python(CUDA_TORCH + CALLS_ON_CUDA + told, copy.parent, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[2:4] == ["cuda: [3.5, 6.5] [3.0, 6.0]"] * 2 and lines[5] == "triton"
+    others = "as do all other operators that can; those that can't run their slower PyTorch reference"
+    said = (
+        f"warnings: 1 extension_cpp: mymuladd runs in Triton on cuda, {others}: this is the CPU build of extension_cpp"
+    )
+    assert lines[4].startswith(said)
 
 
 def fake_driver(folder: Path, version: int) -> str:
@@ -139,7 +157,7 @@ def test_driver_older_than_the_library(copy, tmp_path):
         with (copy / "_C_cuda.so").open("ab") as stream:
             stream.write(b"extension_cpp: CUDA 13000, architectures 9.0+PTX;")
     path = fake_driver(tmp_path / "driver", 12040)
-    done = python(CUDA_TORCH + CALLS_ON_CUDA, copy.parent, LD_LIBRARY_PATH=path)
+    done = python(WITHOUT_TRITON + CUDA_TORCH + CALLS_ON_CUDA, copy.parent, LD_LIBRARY_PATH=path)
     runtime = "it was built with CUDA 13.0, and the NVIDIA driver serves CUDA 12.4 at most"
     check_fallback(done, runtime, "update the driver, or conda install 'extension_cpp=*=cuda12*'")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp.ops import muladd
+from extension_cpp.ops import _backends, muladd
 
 SHAPES = [
     ((7,), (7,)),
@@ -68,6 +68,8 @@ class TestMyMulAdd(Contract):
 
     def test_fused(self, device):
         """Rounded once: exact where a rounded product would lose everything."""
+        if self.backend == "reference" or (self.backend == "triton" and _backends.interpreted):
+            pytest.skip("neither plain PyTorch nor Triton's interpreter has a fused multiply-add")
         a = torch.full((1000,), 1 + 2.0**-12, device=device)
         exact = (a.double() * a.double() - 1).float()
         assert torch.equal(extension_cpp.mymuladd(a, a, -1.0), exact)

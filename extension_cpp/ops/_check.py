@@ -60,6 +60,9 @@ def broadcast_shapes(op: str, **tensors: Tensor) -> torch.Size:
     for name, t in tensors.items():
         if t.dim() > MAX_DIMS:
             fail(op, f"{name} must have at most {MAX_DIMS} dimensions, got {t.dim()}")
+    first, *others = tensors.values()
+    if all(type(t) is Tensor and t.shape == first.shape for t in others):  # What follows is slow, for an eager call.
+        return first.shape
     try:
         return torch.broadcast_shapes(*(t.shape for t in tensors.values()))
     except RuntimeError as error:
@@ -71,6 +74,9 @@ def broadcast_shapes(op: str, **tensors: Tensor) -> torch.Size:
 
 def empty_elementwise(*tensors: Tensor) -> Tensor:
     """What an elementwise operator on tensors returns, uninitialised: broadcast shape, and TensorIterator's strides."""
+    first = tensors[0]
+    if all(type(t) is Tensor and t.shape == first.shape and t.is_contiguous() for t in tensors):
+        return torch.empty(first.shape, dtype=first.dtype, device=first.device)
     from torch._prims_common import compute_elementwise_output_strides
 
     expanded = torch.broadcast_tensors(*tensors)

@@ -1,5 +1,6 @@
-"""What an operator registers beside its kernels, where torch.library has no function for it."""
+"""What an operator registers beside its kernels: for the operator itself, and for each of its implementations."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -9,37 +10,192 @@ import torch
 from torch import Tensor
 
 import extension_cpp
+from extension_cpp.ops import _backends
 
-_library = torch.library.Library("extension_cpp", "IMPL")
+_library = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
-def register_reference(name: str, reference: Callable) -> None:
-    """Let `reference` serve an operator's overload on every device type for which no native kernel was loaded."""
+def register(
+    name: str,
+    *,
+    fake: Callable,
+    reference: Callable,
+    check: Callable,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    vmap: Callable | None = None,
+    mutates: int | None = None,
+    triton: bool = False,
+) -> None:
+    """Complete an operator whose schema and kernels the libraries have registered.
 
-    @wraps(reference)
-    def fallback(*args: Any) -> Any:
-        _warn_once(name.split("::")[1].split(".")[0], next(a.device.type for a in args if isinstance(a, Tensor)))
+    Args:
+        name: the operator. It may have an overload `no_grad`, which gets no derivatives (_dispatch.py).
+        fake: checks, and makes the result without its values.
+        reference: the operator in plain PyTorch, right for arguments that pass `check`.
+        check: called with the operator's name and its tensors, raises for those that the kernels refuse.
+        backward, setup_context: its derivative, as for torch.library.register_autograd.
+        vmap: its rule, as for torch.library.register_vmap.
+        mutates: the argument that it writes into.
+        triton: whether extension_cpp/triton/<stem>.py has a function of the operator's name.
+    """
+    packet = getattr(torch.ops.extension_cpp, name)
+    stem = reference.__module__.rpartition(".")[2]
+    _backends.add(name, (lambda: _make_triton(name, stem, finish)) if triton else None)
+
+    kinds = [str(argument.type) for argument in packet.default._schema.arguments]
+
+    def checked(*args: Any) -> Any:
+        check(name, *(arg for arg, kind in zip(args, kinds) if "Tensor" in kind))
         return reference(*args)
 
-    torch.library.impl(name, "default", fallback)
+    def native(*args: Any) -> Any:
+        _backends.require(name, "native", args)
+        kind = _backends.device_type(args)
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, kind.upper()))
+        kernel = replaced.get(kind)
+        return kernel.call_boxed(keys, *args) if kernel else packet.default.redispatch(keys, *args)
+
+    def finish(overload: str, backend: str | None) -> None:
+        """Fake kernel, derivatives and vmap of an overload; what they call is then of the same backend."""
+        qualified = f"extension_cpp::{name}.{overload}".removesuffix(".default")
+        as_fake = fake
+        if backend is not None:
+
+            @wraps(fake)
+            def as_fake(*args: Any) -> Any:
+                result = fake(*args)
+                _backends.require(name, backend, args)
+                return result
+
+        torch.library.register_fake(qualified, as_fake, lib=_library)
+        if overload == "no_grad":
+            return
+        if backward is not None:
+            formula = _within(backend, backward)
+            torch.library.register_autograd(qualified, formula, setup_context=setup_context, lib=_library)
+        if vmap is not None:
+            torch.library.register_vmap(qualified, _within(backend, vmap), lib=_library)
+        if mutates is not None:
+            _register_mutation(getattr(packet, overload), mutates)
+
+    replaced: dict[str, Any] = {}
+    for overload in packet.overloads():
+        finish(overload, None)
+        replaced |= _serve(name, overload, checked)
+    schema = str(packet.default._schema).partition("(")[2]
+    for backend, kernel in (("native", native), ("reference", checked)):
+        _library.define(f"{name}.{backend}({schema}")
+        _library.impl(f"{name}.{backend}", kernel, "CompositeExplicitAutograd")
+        finish(backend, backend)
+        _backends.add_overload(name, backend, getattr(packet, backend))
+
+
+def _within(backend: str | None, function: Callable) -> Callable:
+    if backend is None:
+        return function
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with _backends.use_backend(backend):
+            return function(*args)
+
+    return run
+
+
+def _serve(name: str, overload: str, reference: Callable) -> dict[str, Any]:
+    """Let an overload lead to what serves each type of device. Returns the kernels that had to make way, by type."""
+    qualified = f"{name}.{overload}".removesuffix(".default")
+    replaced: dict[str, Any] = {}
+
+    def fallback(*args: Any) -> Any:
+        """On types of device that have no kernel of their own here."""
+        _backends.require(name, _backends.chosen or "reference", args)
+        if not _backends.chosen and (kind := _backends.device_type(args)):
+            _warn_once(name, kind, "reference")
+        return reference(*args)
+
+    def triton(*args: Any) -> Any:
+        if not _backends.chosen:
+            _warn_once(name, "cuda", "triton")
+        return _backends.triton_function(name)(*args)
+
+    _library.impl(qualified, fallback, "CompositeExplicitAutograd")
+    for kind in ("cpu", "cuda"):
+        backend, there = _backends.serving(name, kind), kind in _backends._native[name]
+        if backend == "native" or not (there or backend == "triton"):
+            continue
+        if there:
+            replaced[kind] = torch.library.get_kernel(f"extension_cpp::{qualified}", kind.upper())
+        kernel = triton if backend == "triton" else fallback
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            _library.impl(qualified, kernel, kind.upper(), allow_override=True)
+    if "triton" in (_backends.serving(name, "cpu"), _backends.serving(name, "cuda")) and not _backends.interpreted:
+        _show_the_compiler(name, qualified)
+    return replaced
+
+
+def _show_the_compiler(name: str, qualified: str) -> None:
+    """Where Triton serves, let torch.compile see the operator as <op>.triton, which torch.library.triton_op takes apart."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = _backends.serving(name, _backends.device_type(args)) == "triton"
+        if not there or custom_triton_ops_decomposition_disabled():  # torch.export keeps operators as they are.
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return _backends.triton_overload(name)(*args, **(kwargs or {}))
+
+    torch.library.register_torch_dispatch(f"extension_cpp::{qualified}", FunctionalTensorMode, rule, lib=_library)
+
+
+def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tuple[Any, Callable]:
+    """Make <op>.triton of the function in extension_cpp/triton; returns both."""
+    function = getattr(importlib.import_module(f"extension_cpp.triton.{stem}"), name)
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        _backends.require(name, "triton", args)
+        return function(*args)
+
+    # The interpreter's kernels can't be taken apart by a compiler.
+    make: Callable = torch.library.custom_op if _backends.interpreted else torch.library.triton_op
+    operator = make(f"extension_cpp::{name}.triton", run, mutates_args=())
+    finish("triton", "triton")
+    # An eager call needs nothing of what triton_op does for the compiler, which takes it longer than the kernel.
+    _library.impl(f"{name}.triton", function, "CUDA")
+    return operator._opoverload, function
 
 
 _warned: set[tuple[str, str]] = set()
 
 
-def _warn_once(op: str, device_type: str) -> None:
+def _warn_once(op: str, device_type: str, backend: str) -> None:
     """Once a process where a whole library doesn't serve; once an operator where a device type has no library."""
     reason = extension_cpp.load_errors.get(f"_C_{device_type}")
+    if reason is None and backend == "triton":
+        return  # It was never meant to be another.
     key = ("" if reason else op, device_type)
     if key in _warned:
         return
     _warned.add(key)
-    who = f"{op}: runs its" if reason is None else f"extension_cpp: {op} and all other operators run their"
-    reason = reason or "extension_cpp has no kernel for this device type"
-    warnings.warn(f"{who} slower PyTorch reference on {device_type}: {reason}", stacklevel=4)
+    if reason is None:
+        said = f"{op}: runs its slower PyTorch reference on {device_type}"
+        reason = "extension_cpp has no kernel for this device type"
+        if op in _backends._makers and device_type == "cuda":
+            reason = _backends.why_no_triton()
+    elif backend == "triton":
+        others = "as do all other operators that can; those that can't run their slower PyTorch reference"
+        said = f"extension_cpp: {op} runs in Triton on {device_type}, {others}"
+    else:
+        others = "operators" if _backends.why_no_triton() else "operators that can't run in Triton"
+        said = f"extension_cpp: {op} and all other {others} run their slower PyTorch reference on {device_type}"
+    warnings.warn(f"{said}: {reason}", stacklevel=4)
 
 
-def register_mutation(overload: Any, argument: int) -> None:
+def _register_mutation(overload: Any, argument: int) -> None:
     """Tell autograd that an operator writes into an argument.
 
     Kernels on the stable ABI can't. Without it, a gradient that needs the overwritten values is silently wrong.

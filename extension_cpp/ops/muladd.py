@@ -5,7 +5,7 @@ from torch import Tensor
 
 from extension_cpp.ops import _check
 from extension_cpp.ops._dispatch import call_handle, is_eager, is_plain
-from extension_cpp.ops._register import batch_first, register_mutation, register_reference
+from extension_cpp.ops._register import batch_first, register
 
 __all__ = ["myadd_out", "mymul", "mymuladd"]
 
@@ -26,7 +26,8 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
 
     Returns:
         A tensor of the shape that `a` and `b` broadcast to, of their dtype, with the strides that ``a * b`` would have.
-        float16 and bfloat16 are computed in float32; the result is that of a fused multiply-add on every device.
+        float16 and bfloat16 are computed in float32; the result is that of a fused multiply-add on every device, except
+        where plain PyTorch serves, which rounds the product too.
 
     Differentiable any number of times in `a` and `b`, backward and forward; gradients are summed over broadcast
     dimensions.
@@ -90,8 +91,9 @@ def myadd_out(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def mymuladd_reference(a: Tensor, b: Tensor, c: float) -> Tensor:
     """What :func:`mymuladd` computes, in PyTorch's own operators."""
-    compute = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(compute) * b.to(compute) + c).to(a.dtype)
+    if a.dtype in (torch.float32, torch.float64):
+        return a * b + c
+    return (a * b).copy_(a.float() * b.float() + c)  # Of the strides that a conversion of the inputs may lose.
 
 
 def mymul_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -240,31 +242,28 @@ def _mymul_backward_vmap(info, in_dims, grad: Tensor, a: Tensor, b: Tensor):
     return _mymul_backward(grad, a, b), (0, 0)
 
 
-def _checked(check, op: str, reference):
-    def run(*args):
-        check(op, *(t for t in args if isinstance(t, Tensor)))
-        return reference(*args)
-
-    return run
-
-
-for _name, _fake, _checks, _reference in (
-    ("mymuladd", _mymuladd_fake, _check_inputs, mymuladd_reference),
-    ("mymuladd.no_grad", _mymuladd_fake, _check_inputs, mymuladd_reference),
-    ("mymul", _mymul_fake, _check_inputs, mymul_reference),
-    ("mymul.no_grad", _mymul_fake, _check_inputs, mymul_reference),
-    ("mymul_backward", _mymul_backward_fake, _check_backward, mymul_backward_reference),
-    ("mymul_backward.no_grad", _mymul_backward_fake, _check_backward, mymul_backward_reference),
-    ("myadd_out", _myadd_out_fake, _check_out, myadd_out_reference),
+for _name, _fake, _reference, _vmap in (
+    ("mymuladd", _mymuladd_fake, mymuladd_reference, _mymuladd_vmap),
+    ("mymul", _mymul_fake, mymul_reference, _mymul_vmap),
 ):
-    torch.library.register_fake(f"extension_cpp::{_name}", _fake)
-    register_reference(f"extension_cpp::{_name}", _checked(_checks, _name.removesuffix(".no_grad"), _reference))
-
-for _name, _vmap in (("mymuladd", _mymuladd_vmap), ("mymul", _mymul_vmap)):
-    torch.library.register_autograd(f"extension_cpp::{_name}", _backward, setup_context=_setup_context)
-    torch.library.register_vmap(f"extension_cpp::{_name}", _vmap)
-torch.library.register_autograd(
-    "extension_cpp::mymul_backward", _backward_of_backward, setup_context=_setup_context_backward
+    register(
+        _name,
+        fake=_fake,
+        reference=_reference,
+        check=_check_inputs,
+        backward=_backward,
+        setup_context=_setup_context,
+        vmap=_vmap,
+        triton=True,
+    )
+register(
+    "mymul_backward",
+    fake=_mymul_backward_fake,
+    reference=mymul_backward_reference,
+    check=_check_backward,
+    backward=_backward_of_backward,
+    setup_context=_setup_context_backward,
+    vmap=_mymul_backward_vmap,
+    triton=True,
 )
-torch.library.register_vmap("extension_cpp::mymul_backward", _mymul_backward_vmap)
-register_mutation(_myadd_out, argument=2)
+register("myadd_out", fake=_myadd_out_fake, reference=myadd_out_reference, check=_check_out, mutates=2)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from extension_cpp.ops import _check
-from extension_cpp.ops._register import register_reference
+from extension_cpp.ops._register import register
 
 __all__ = ["batched_nms", "nms", "nms_padded"]
 
@@ -183,13 +183,18 @@ def _check_inputs(op: str, boxes: Tensor, scores: Tensor, idxs: Tensor | None = 
         _check.check_device(op, name, t, "boxes", boxes)
 
 
+def _check_batched(op: str, boxes: Tensor, scores: Tensor, idxs: Tensor) -> None:
+    _check.check_strided(op, "idxs", idxs)
+    _check_inputs(op, boxes, scores, idxs)
+
+
 def _nms_fake(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     _check_inputs("nms", boxes, scores)
     return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
 def _batched_nms_fake(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    _check_inputs("batched_nms", boxes, scores, idxs)
+    _check_batched("batched_nms", boxes, scores, idxs)
     return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
@@ -200,18 +205,6 @@ def _nms_padded_fake(
     return boxes.new_empty(boxes.shape[0], dtype=torch.int64), boxes.new_empty((), dtype=torch.int64)
 
 
-def _checked(op: str, reference):
-    def run(boxes, scores, *rest):
-        _check_inputs(op, boxes, scores, next((t for t in rest if isinstance(t, Tensor)), None))
-        return reference(boxes, scores, *rest)
-
-    return run
-
-
-for _name, _fake, _reference in (
-    ("nms", _nms_fake, nms_reference),
-    ("batched_nms", _batched_nms_fake, batched_nms_reference),
-    ("nms_padded", _nms_padded_fake, nms_padded_reference),
-):
-    torch.library.register_fake(f"extension_cpp::{_name}", _fake)
-    register_reference(f"extension_cpp::{_name}", _checked(_name, _reference))
+register("nms", fake=_nms_fake, reference=nms_reference, check=_check_inputs)
+register("batched_nms", fake=_batched_nms_fake, reference=batched_nms_reference, check=_check_batched)
+register("nms_padded", fake=_nms_padded_fake, reference=nms_padded_reference, check=_check_inputs)

@@ -1,0 +1,68 @@
+"""add_one and my_op beside what one would use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import extension_cpp
+from benchmarks.bench_muladd import DTYPES, SIZES, vectors
+from benchmarks.contenders import backward, compiled
+from benchmarks.harness import OURS, Case, Function, time_calls
+from extension_cpp.ops.add_one import add_one_reference, my_op_reference
+
+SCALAR = 1.5
+
+
+def my_op(input: Tensor) -> Tensor:
+    return extension_cpp.my_op(input, SCALAR)
+
+
+def plus_one(input: Tensor) -> Tensor:
+    return input + 1
+
+
+def scaled(input: Tensor) -> Tensor:
+    return input * SCALAR
+
+
+def reference(input: Tensor) -> Tensor:
+    return my_op_reference(input, SCALAR)
+
+
+PEERS: dict[str, tuple[Function, Function, dict[str, Function]]] = {
+    "add_one": (extension_cpp.add_one, add_one_reference, {"input + 1": plus_one}),
+    "my_op": (my_op, reference, {"input * scalar": scaled}),
+}
+
+
+def peers(op: str) -> dict[str, Function]:
+    ours, _, others = PEERS[op]
+    return {OURS: ours, **others, **{f"compiled {name}": compiled(function) for name, function in others.items()}}
+
+
+def cases(device: str) -> Iterator[Case]:
+    """All cases of a device."""
+    for op, (_, expected, _) in PEERS.items():
+        sixteen = vectors(device, torch.float32, 16, 1)
+        yield Case(op, device, peers(op), sixteen, expected, kind="a call on 16 elements", timer=time_calls)
+        for dtype in DTYPES:
+            for log2 in SIZES[device]:
+                n = 2**log2
+                common = {"dtype": dtype, "size": f"2^{log2}", "x": n, "operations": n}
+                inputs = vectors(device, dtype, n, 1)
+                short = log2 == 20 and op == "add_one"
+                moved = 2 * dtype.itemsize * n
+                yield Case(op, device, peers(op), inputs, expected, bytes=moved, short=short, **common)
+    log2 = SIZES[device][-2]
+    n = 2**log2
+
+    def leaf() -> tuple[Tensor, Tensor]:
+        grad, input = vectors(device, torch.float32, n, 2)()
+        return grad, input.requires_grad_()
+
+    steps = {OURS: backward(my_op), "input * scalar": backward(scaled)}
+    common = {"kind": "forward and backward", "dtype": torch.float32, "size": f"2^{log2}", "bytes": 16 * n}
+    yield Case("my_op", device, steps, leaf, backward(reference), operations=2 * n, **common)

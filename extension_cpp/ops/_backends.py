@@ -1,0 +1,197 @@
+"""Which implementation of an operator serves a type of device, and how to choose another.
+
+An operator `<op>` has an overload `<op>.<backend>` for each of its implementations, with the same schema, fake kernel,
+derivatives and vmap rule: ``torch.ops.extension_cpp.mymuladd.reference``. ``<op>`` itself leads to the one that serves,
+which is settled at import. :class:`use_backend` leads calls to another overload before the dispatcher sees them, and so
+costs nothing where it isn't used, while torch.compile traces it as it traces any mode.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+import extension_cpp
+
+BACKENDS = ("native", "triton", "reference")
+VARIABLE = "EXTENSION_CPP_BACKEND"
+
+chosen = os.environ.get(VARIABLE, "")
+"""What the environment wants to serve; empty for the best there is."""
+interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+"""Whether Triton's kernels run in its interpreter, on tensors of the CPU too."""
+
+_native: dict[str, list[str]] = {}
+"""Operator to the types of device that its compiled kernels serve."""
+_makers: dict[str, Callable[[], tuple[Any, Callable]]] = {}
+"""What makes the overload <op>.triton and the function that it runs."""
+_functions: dict[str, Callable] = {}
+"""Those functions, as far as they were made."""
+_overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
+"""What a call leads to, by backend. One dictionary each, so that torch.compile looks at Triton's only once it is filled."""
+
+
+def backends(*device_types: str) -> dict[str, dict[str, str]]:
+    """Which implementation serves each operator on each type of device.
+
+    Args:
+        device_types: types to tell beside "cpu", "cuda" and that of this machine's accelerator.
+
+    Returns:
+        Operator name to device type to "native" (compiled C++ or CUDA), "triton" or "reference" (plain PyTorch), as it was
+        settled at import; :class:`use_backend` changes nothing here. A type of device is missing where the environment
+        variable EXTENSION_CPP_BACKEND asks for a backend that the operator doesn't have there.
+
+    Initialises no device.
+
+    Example:
+        >>> extension_cpp.backends()["mymuladd"]["cpu"]
+        'native'
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    there = ["cpu", "cuda", *([accelerator.type] if accelerator else []), *device_types]
+    return {
+        name: {kind: backend for kind in dict.fromkeys(there) if (backend := serving(name, kind))}
+        for name in extension_cpp.ops.__all__
+    }
+
+
+def implementations(name: str, device_type: str) -> list[str]:
+    """The backends that an operator has on a type of device, best first."""
+    found = ["native"] if device_type in _native[name] else []
+    found += ["triton"] if name in _makers and device_type in _triton_devices() else []
+    return [*found, "reference"]
+
+
+def serving(name: str, device_type: str) -> str | None:
+    """The backend that a call leads to unless told otherwise; None where the environment wants one that isn't there."""
+    found = implementations(name, device_type)
+    return found[0] if not chosen else chosen if chosen in found else None
+
+
+@cache
+def _triton_devices() -> tuple[str, ...]:
+    cuda = ("cuda",) if torch.version.cuda or torch.version.hip else ()
+    return () if find_spec("triton") is None else ("cpu", *cuda) if interpreted else cuda
+
+
+def why_no_triton() -> str:
+    """Why Triton serves no device here; empty if it does."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    return "" if _triton_devices() else "torch was built without CUDA, and TRITON_INTERPRET=1 is not set"
+
+
+def device_type(args: Iterable[Any]) -> str:
+    """That of the first tensor; empty without one, as where None was passed for the only one."""
+    return next((arg.device.type for arg in args if isinstance(arg, Tensor)), "")
+
+
+def require(name: str, backend: str, args: Iterable[Any]) -> None:
+    """Raise unless the operator has that backend where the arguments are."""
+    kind = device_type(args)
+    found = implementations(name, kind)
+    if backend not in found and kind not in ("", "meta"):
+        reason = extension_cpp.load_errors.get(f"_C_{kind}") if backend == "native" else ""
+        if backend == "triton" and name in _makers:
+            reason = why_no_triton()
+        wanted = f"backend must be {' or '.join(found)} on {kind}, got {backend}"
+        raise RuntimeError(f"{name}: {wanted}{f': {reason}' if reason else ''}")
+
+
+def add(name: str, triton: Callable[[], tuple[Any, Callable]] | None) -> None:
+    """Enter an operator, once its kernels are loaded and before anything else is registered for it."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    _native[name] = [kind for kind, key in (("cpu", "CPU"), ("cuda", "CUDA")) if has(f"extension_cpp::{name}", key)]
+    if triton:
+        _makers[name] = triton
+
+    def no_triton(*args: Any, **kwargs: Any) -> Any:
+        require(name, "triton", (*args, *kwargs.values()))
+
+    add_overload(name, "triton", no_triton)
+
+
+def add_overload(name: str, backend: str, overload: Callable) -> None:
+    """Let calls of an operator lead to this while `backend` is chosen."""
+    packet = getattr(torch.ops.extension_cpp, name)
+    _overloads[backend][packet.default] = overload
+    if "no_grad" in packet.overloads():
+        _overloads[backend][packet.no_grad] = overload
+
+
+def _prepare(backend: str) -> str:
+    """Make what `backend` needs; returns why it can't be used, or nothing. Triton takes long to import: not before."""
+    if backend not in BACKENDS:
+        return f"backend must be native, triton or reference, got {backend!r}"
+    if backend == "triton":
+        if reason := why_no_triton():
+            return f"backend must be native or reference, got 'triton': {reason}"
+        for name in _makers:
+            triton_function(name)
+    return ""
+
+
+# Run while torch.compile traces, not traced itself. What torch.compiler.assume_constant_result does, without its import of
+# all of the compiler.
+_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def triton_function(name: str) -> Callable:
+    """What <op>.triton runs on CUDA; makes that overload if it wasn't yet."""
+    if name not in _functions:
+        overload, _functions[name] = _makers[name]()
+        add_overload(name, "triton", overload)
+    return _functions[name]
+
+
+def triton_overload(name: str) -> Callable:
+    triton_function(name)
+    return _overloads["triton"][getattr(torch.ops.extension_cpp, name).default]
+
+
+class use_backend(TorchFunctionMode):
+    """Lets one implementation of every operator serve, to test it or to find a fault.
+
+    Args:
+        backend: "native", the compiled kernels; "triton"; or "reference", plain PyTorch.
+
+    Holds for the thread and the block of a ``with`` statement, for the functions of this package and for
+    ``torch.ops.extension_cpp``; derivatives of what was called in it come from the same backend. The innermost holds.
+    Under torch.compile it may stand around the compiled function, which is then compiled once for each backend, or inside
+    of it. For a whole process there is the environment variable EXTENSION_CPP_BACKEND, read at import.
+
+    Forward-mode derivatives are only those of the reference.
+
+    Raises:
+        RuntimeError: if there is no such backend here; and from an operator that doesn't have it on the device of its
+            arguments, saying which it has.
+
+    Example:
+        >>> with extension_cpp.use_backend("reference"):
+        ...     extension_cpp.mymul(torch.tensor([2.0]), torch.tensor([3.0]))
+        tensor([6.])
+    """
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        if wrong := _prepare(backend):
+            raise RuntimeError(f"use_backend: {wrong}")
+        self.backend = backend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        table = _overloads[self.backend]
+        overload = func.default if isinstance(func, OpOverloadPacket) and hasattr(func, "default") else func
+        if overload in table:
+            func = table[overload]
+        return func(*args, **(kwargs or {}))
+
+
+if chosen and (wrong := _prepare(chosen)):
+    raise ImportError(f"extension_cpp: in the environment variable {VARIABLE} the {wrong}")

@@ -1,0 +1,164 @@
+"""What elementwise operators in Triton share: which elements meet, rounding, and the launch.
+
+A kernel is one loop over the result, in the order in which that lies in memory, with up to three dimensions once those that
+lie behind one another in every operand are merged. Operands that need more are copied first.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from extension_cpp.ops import _backends
+
+# What autotuning chooses from, once for each dtype, number of dimensions and kind of size; Triton's cache on disk keeps it.
+CONFIGS = [
+    triton.Config({"BLOCK": block}, num_warps=warps)
+    for block, warps in ((1024, 4), (512, 4), (512, 2), (1024, 8), (2048, 8))
+]
+MANY = 2**20  # Elements from which on the configuration matters.
+MAX_DIMS = 3
+MAX_INT = 2**31 - 1
+
+
+class Kernel:
+    """A kernel for :func:`launch`, and what was chosen for it."""
+
+    def __init__(self, function: Callable) -> None:
+        self.plain = triton.jit(function, do_not_specialize=["high", "low"])
+        configs = CONFIGS[:1] if _backends.interpreted else CONFIGS  # The interpreter has nothing to measure.
+        keep = {} if _backends.interpreted else {"cache_results": True}
+        self.tuned = triton.autotune(configs, key=["DIMS", "MANY"], **keep)(self.plain)
+        self.chosen: dict[Any, dict[str, Any]] = {}
+
+    def __call__(self, n: int, arguments: tuple, constants: dict[str, Any], dtype: torch.dtype) -> None:
+        """Past the autotuner, which takes longer than a small launch, once it has chosen."""
+        key = dtype, constants["DIMS"], constants["MANY"]
+        if (config := self.chosen.get(key)) is not None:
+            self.plain[(triton.cdiv(n, config["BLOCK"]),)](*arguments, **constants, **config)
+        else:
+            self.trace(n, self.tuned, arguments, constants)
+            self.chosen[key] = self.tuned.best_config.all_kwargs()
+
+    @staticmethod
+    def trace(n: int, tuned: Any, arguments: tuple, constants: dict[str, Any]) -> None:
+        tuned[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](*arguments, **constants)
+
+
+# In kernels
+
+
+@triton.jit
+def positions(BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Of this program's elements in the result."""
+    start = tl.program_id(0)
+    if WIDE:
+        start = start.to(tl.int64)
+    return start * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def elements(n30, rest, WIDE: tl.constexpr):
+    """How many there are: a count past 31 bits comes in two parts."""
+    if WIDE:
+        return tl.full((), n30, tl.int64) * 1073741824 + rest
+    else:
+        return n30 * 1073741824 + rest
+
+
+@triton.jit
+def offsets(at, size0, size1, stride0, stride1, stride2, DIMS: tl.constexpr):
+    """Of an operand's elements, where the result's are at `at`."""
+    if DIMS == 1:
+        return at * stride0
+    elif DIMS == 2:
+        return at % size0 * stride0 + at // size0 * stride1
+    else:
+        rest = at // size0
+        return at % size0 * stride0 + rest % size1 * stride1 + rest // size1 * stride2
+
+
+@triton.jit
+def widen(x):
+    """In the type of the computation: float64 for itself, float32 for all others."""
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def whole(high, low):
+    """The int64 of its halves, as :func:`halves` makes them."""
+    return (tl.full((), high, tl.int64) << 32) | (tl.full((), low, tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def number(high, low):
+    """A float64 from the halves of its bits: as an argument of its own it would be a float32."""
+    return whole(high, low).to(tl.float64, bitcast=True)
+
+
+# Outside. torch.compile of torch 2.11 and before takes no constant beyond 32 bits.
+
+
+def halves(bits: int) -> tuple[int, int]:
+    """An int64 as two of 32 bits."""
+    low = bits & 0xFFFFFFFF
+    return bits >> 32, low - (low >> 31 << 32)
+
+
+def bits_of(value: float) -> tuple[int, int]:
+    return halves(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def fold(out: Tensor, inputs: tuple[Tensor, ...]) -> list[tuple[int, list[int]]]:
+    """Sizes and the inputs' strides, innermost first in the order of `out`, which is dense; at least one dimension."""
+    dims: list[tuple[int, list[int]]] = []
+    for d in sorted((d for d in range(out.dim()) if out.shape[d] != 1), key=out.stride):
+        size, strides = out.shape[d], [t.stride(d) for t in inputs]
+        if dims and strides == [stride * dims[-1][0] for stride in dims[-1][1]]:
+            dims[-1] = (dims[-1][0] * size, dims[-1][1])
+        else:
+            dims.append((size, strides))
+    return dims or [(1, [1] * len(inputs))]
+
+
+def launch(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: int) -> Tensor:
+    """kernel(out, *inputs, *numbers, n, sizes, strides of each input), a program a block of `out`, on its device."""
+    n = out.numel()
+    if n == 0:
+        return out
+    eager = type(out) is Tensor
+    linear = [(n, [1] * len(inputs))]
+    if eager and out.is_contiguous() and all(t.shape == out.shape and t.is_contiguous() for t in inputs):
+        dims, last = linear, n
+    else:
+        inputs = tuple(t if t.shape == out.shape else t.expand(out.shape) for t in inputs)
+        dims = fold(out, inputs)
+        beyond = any(
+            number > MAX_INT for size, strides in dims[: None if len(dims) > 1 else 0] for number in (size, *strides)
+        )
+        if len(dims) > MAX_DIMS or beyond:
+            inputs = tuple(torch.empty_like(out).copy_(t) for t in inputs)
+            dims = linear
+        last = max(n, *(sum((size - 1) * strides[i] for size, strides in dims) for i in range(len(inputs))))
+    constants = {"DIMS": len(dims), "MANY": n >= MANY, "WIDE": last > MAX_INT - 4096}
+    dims = dims + [(1, [0] * len(inputs))] * (MAX_DIMS - len(dims))
+    # In one dimension its size isn't needed.
+    sizes = [size for size, _ in dims[:-1]] if constants["DIMS"] > 1 else [1, 1]
+    strides = [strides[i] for i in range(len(inputs)) for _, strides in dims]
+    arguments = (out, *inputs, *numbers, n // 2**30, n % 2**30, *sizes, *strides)
+    if not eager:
+        kernel.trace(n, wrap_triton(kernel.tuned), arguments, constants)
+    elif out.device.type == "cpu" or out.device.index == torch.cuda.current_device():
+        kernel(n, arguments, constants, out.dtype)
+    else:
+        with torch.cuda.device(out.device):  # Triton launches on the current device.
+            kernel(n, arguments, constants, out.dtype)
+    return out

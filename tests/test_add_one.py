@@ -1,0 +1,117 @@
+"""add_one and my_op: the contract, and what is particular to them."""
+
+import pytest
+import torch
+from contract import DEVICES, FLOATING, Contract, Operator, same_bits, significant_strides
+from hypothesis import given
+from hypothesis import strategies as st
+from test_muladd import available_memory, strided_tensor
+
+import extension_cpp
+from extension_cpp.ops import _backends
+from extension_cpp.ops.add_one import add_one_reference, my_op_reference
+
+
+def singles(device: str, dtype: torch.dtype):
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*shape):
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+    for shape in ((7,), (3, 5), (), (0,), (2, 0, 3), (33, 65), (1030,), (2, 3, 4, 5)):
+        yield make(*shape)
+    yield make(65, 33).t()
+    yield make(6).expand(4, 6)
+    yield make(2, 6, 4, 4).contiguous(memory_format=torch.channels_last)
+    yield make(3, 4, 2, 5, 3)[::2, 1:, :, ::3].permute(4, 1, 3, 0, 2)
+
+
+def wrong_singles(op: str, device: str):
+    t = torch.ones(2, 3, device=device)
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        name = str(dtype).removeprefix("torch.")
+        yield t.to(dtype), f"{op}: input must have dtype float16, bfloat16, float32 or float64, got {name}"
+    yield t.to_sparse(), f"{op}: input must be a strided tensor, got torch.sparse_coo"
+
+
+class TestAddOne(Contract):
+    op = Operator(
+        name="add_one",
+        function=extension_cpp.add_one,
+        reference=add_one_reference,
+        samples=lambda device, dtype: ((t,) for t in singles(device, dtype)),
+        errors=lambda device: (((t,), message) for t, message in list(wrong_singles("add_one", device))[:-1]),
+        magnitude=lambda t: t.abs() + 1,
+    )
+
+
+class TestMyOp(Contract):
+    op = Operator(
+        name="my_op",
+        function=extension_cpp.my_op,
+        reference=my_op_reference,
+        samples=lambda device, dtype: ((t, c) for t, c in zip(singles(device, dtype), [1.5, 0, -2.25] * 4)),
+        errors=lambda device: (((t, 2.0), message) for t, message in list(wrong_singles("my_op", device))[:-1]),
+    )
+
+    @pytest.mark.parametrize("scalar", [float("inf"), float("nan"), 1e300, 1e-320, 1 / 3, 7, True])
+    def test_any_number(self, device, dtype, scalar):
+        if self.backend == "triton" and _backends.interpreted and dtype == torch.bfloat16:
+            pytest.skip("Triton's interpreter doesn't round to bfloat16, it cuts")
+        t = torch.tensor([0.0, 1.0, -2.0, float("inf")], device=device, dtype=dtype)
+        assert same_bits(extension_cpp.my_op(t, scalar), t * float(scalar))
+
+
+@pytest.mark.parametrize("function", [extension_cpp.add_one, lambda t: extension_cpp.my_op(t, 2.0)])
+def test_sparse_is_refused(function):
+    with pytest.raises(RuntimeError, match=r"input must be a strided tensor, got torch\.sparse_coo"):
+        function(torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@given(data=st.data())
+def test_same_as_pytorch(device, dtype, data):
+    """Bit for bit and stride for stride, also for infinities, NaN and subnormals."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=5)))
+    t = data.draw(strided_tensor(shape, dtype)).to(device)
+    scalar = data.draw(st.floats(width=32))
+    for got, want in ((extension_cpp.add_one(t), t + 1), (extension_cpp.my_op(t, scalar), t * scalar)):
+        assert same_bits(got, want)
+        assert significant_strides(got) == significant_strides(want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transforms(device):
+    """vmap, forward-mode derivatives, inference mode."""
+    x, tangent = torch.randn(2, 4, 3, device=device)
+    torch.testing.assert_close(torch.vmap(extension_cpp.add_one, in_dims=1, out_dims=1)(x), x + 1)
+    torch.testing.assert_close(torch.vmap(lambda t: extension_cpp.my_op(t, 3.0))(x), x * 3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        for function, want in ((extension_cpp.add_one, tangent), (lambda t: extension_cpp.my_op(t, 3.0), tangent * 3)):
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(function(dual)).tangent, want)
+    with torch.inference_mode():
+        torch.testing.assert_close(extension_cpp.my_op(x, -1.0), -x)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("device", DEVICES)
+def test_past_2_31_elements(device):
+    """Indices, sizes and offsets past 32 bits."""
+    n = 2**31 + 17
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
+    if free < 16e9:
+        pytest.skip(f"needs 16 GB of free memory, {free / 1e9:.0f} GB are free")
+    row = (
+        torch.arange(n, device=device, dtype=torch.int32).to(torch.float16)
+        if device == "cuda"
+        else torch.ones(1).half()
+    )
+    ends = torch.tensor([0, 1, 2**31 - 1, 2**31, n - 1], device=device)
+    for got, want in ((extension_cpp.my_op(row.expand(n), 2.0), 2 * row.expand(n)[ends]),):
+        assert torch.equal(got[ends], want)
+    if device == "cuda":
+        every_second = row[::2].t() if row.dim() == 2 else row[::2]
+        got = extension_cpp.add_one(every_second)
+        assert torch.equal(got[-3:], every_second[-3:] + 1)

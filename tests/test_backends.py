@@ -1,0 +1,409 @@
+"""Which implementation serves, and that another is chosen where it was asked for: eager, compiled, in a whole process."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from test_loader import PACKAGE, python
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import extension_cpp
+from extension_cpp import use_backend
+from extension_cpp.ops import _backends
+
+HERE = Path(__file__).parent
+OPS = torch.ops.extension_cpp
+CUDA = bool(torch.version.cuda)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+needs_triton_here = pytest.mark.skipif(bool(_backends.why_no_triton()), reason=_backends.why_no_triton())
+
+
+class Recorder(TorchDispatchMode):
+    """The overloads of this package that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "extension_cpp":
+            self.seen.append(f"{function._opname}.{function._overloadname}")
+        return function(*args, **(kwargs or {}))
+
+
+class Graphs:
+    """A backend of torch.compile that keeps the operators of this package in the graphs that it is given."""
+
+    def __init__(self, aot: bool = False) -> None:
+        self.seen: list[list[str]] = []
+        self.finish = make_boxed_func if aot else lambda function: function
+        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep) if aot else self.keep
+
+    def keep(self, graph, inputs):
+        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        self.seen.append([name.removeprefix("extension_cpp.") for name in targets if name.startswith("extension_cpp.")])
+        return self.finish(graph.forward)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def two() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(5), torch.randn(5)
+
+
+class TestBackends:
+    def test_every_operator_on_every_device(self):
+        told = extension_cpp.backends("xpu")
+        assert list(told) == extension_cpp.ops.__all__
+        for name, by_kind in told.items():
+            assert by_kind["cpu"] == "native" and by_kind["xpu"] == "reference"
+            native = CUDA and (PACKAGE / "_C_cuda.so").exists() and name not in ("add_one", "my_op")
+            triton = name in ("add_one", "my_op", "mymul", "mymuladd") and not _backends.why_no_triton()
+            assert by_kind["cuda"] == ("native" if native else "triton" if triton else "reference")
+        json.dumps(told)
+
+    def test_initialises_and_imports_nothing(self):
+        """Neither CUDA nor Triton nor the compiler, each of which takes longer than this package's import."""
+        ask = "[m in sys.modules for m in ('triton', 'torch._dynamo')], torch.cuda.is_initialized()"
+        done = python(f"import torch, extension_cpp; extension_cpp.backends(); print({ask})")
+        assert done.stdout.strip() == "[False, False] False", done.stderr
+
+    def test_an_overload_each_with_the_same_schema(self):
+        for name in [*extension_cpp.ops.__all__, "mymul_backward"]:
+            packet = getattr(OPS, name)
+            for backend in ("native", "reference"):
+                schema = str(getattr(packet, backend)._schema).replace(f".{backend}(", "(")
+                assert schema == str(packet.default._schema)
+
+    @needs_triton_here
+    def test_triton_has_the_schema_too(self):
+        """Inferred from the Python function by triton_op, written in C++ for the operator."""
+        use_backend("triton")
+        for name in _backends._makers:
+            kinds = [
+                [(a.name, str(a.type)) for a in overload._schema.arguments]
+                + [str(r.type) for r in overload._schema.returns]
+                for overload in (getattr(OPS, name).default, getattr(OPS, name).triton)
+            ]
+            assert kinds[0] == kinds[1], name
+
+
+class TestChoice:
+    @pytest.mark.parametrize("call", [extension_cpp.mymul, OPS.mymul, OPS.mymul.default, OPS.mymul.no_grad])
+    def test_every_way_to_call(self, call):
+        with use_backend("reference"), Recorder() as recorder:
+            call(*two())
+            call(a=two()[0], b=two()[1])
+        assert recorder.seen == ["mymul.reference"] * 2
+
+    def test_the_innermost_holds(self):
+        with Recorder() as recorder, use_backend("reference"):
+            with use_backend("native"):
+                extension_cpp.mymul(*two())
+            extension_cpp.mymul(*two())
+        assert recorder.seen == ["mymul.native", "mymul.reference"]
+
+    def test_ends_with_an_error_and_in_other_threads(self):
+        seen = []
+
+        def elsewhere():
+            with Recorder() as recorder:
+                extension_cpp.mymul(*two())
+            seen.extend(recorder.seen)
+
+        with pytest.raises(ZeroDivisionError), use_backend("reference"):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            raise ZeroDivisionError
+        elsewhere()
+        assert seen == ["mymul.default"] * 2
+
+    def test_derivatives_are_of_the_same_backend(self):
+        """Also where backward is called after the block."""
+        a, b = (t.requires_grad_() for t in two())
+        with use_backend("reference"):
+            y = extension_cpp.mymuladd(a, b, 0.5)
+        with Recorder() as recorder:
+            y.sum().backward()
+        assert recorder.seen == ["mymul_backward.reference"]
+        assert torch.equal(a.grad, b) and torch.equal(b.grad, a)
+
+    def test_vmap_and_forward_mode(self):
+        a, b = torch.randn(2, 4, 5)
+        with use_backend("reference"), Recorder() as recorder:
+            torch.testing.assert_close(torch.vmap(lambda x, y: extension_cpp.mymuladd(x, y, 1.0))(a, b), a * b + 1)
+        assert set(recorder.seen) == {"mymuladd.reference"}
+
+    def test_meta(self):
+        """Neither CPU nor CUDA, nor a device: the fake kernel."""
+        for backend in ("native", "reference"):
+            with use_backend(backend):
+                assert extension_cpp.mymul(*(t.to("meta") for t in two())).shape == (5,)
+
+
+class TestWhatIsNotThere:
+    def test_no_such_backend(self):
+        with pytest.raises(RuntimeError, match="use_backend: backend must be native, triton or reference, got 'fast'"):
+            use_backend("fast")
+
+    def test_no_triton(self):
+        done = python("""
+sys.modules["triton"] = None
+import torch, extension_cpp
+try:
+    extension_cpp.use_backend("triton")
+except RuntimeError as error:
+    print(error)
+print(extension_cpp.add_one(torch.ones(2)).tolist(), extension_cpp.backends()["add_one"]["cuda"])
+""")
+        wanted = "use_backend: backend must be native or reference, got 'triton': Triton is not installed: pip install triton"
+        assert done.stdout.splitlines() == [wanted, "[2.0, 2.0] reference"], done.stderr
+
+    def test_an_operator_without_it(self):
+        """On CUDA without kernels for it; fake tensors go where real ones would."""
+        done = python("""
+sys.modules["triton"] = None
+import torch, extension_cpp
+from torch._subclasses.fake_tensor import FakeTensorMode
+torch.cuda.is_initialized = lambda: False
+with FakeTensorMode(), extension_cpp.use_backend("native"):
+    try:
+        extension_cpp.add_one(torch.empty(3, device="cuda"))
+    except RuntimeError as error:
+        print(error)
+""")
+        assert done.stdout.strip() == "add_one: backend must be reference on cuda, got native", done.stderr
+
+    @needs_triton_here
+    def test_an_operator_without_triton(self):
+        message = "nms: backend must be native or reference on cpu, got triton"
+        with use_backend("triton"), pytest.raises(RuntimeError, match=message):
+            extension_cpp.nms(torch.ones(3, 4), torch.ones(3), 0.5)
+
+    def test_said_while_compiling(self):
+        """The error of a choice in a compiled function has the same words."""
+
+        def chooses(a, b):
+            with use_backend("fast"):
+                return extension_cpp.mymul(a, b)
+
+        with pytest.raises(Exception, match="backend must be native, triton or reference, got 'fast'"):
+            torch.compile(chooses, fullgraph=True, backend="eager")(*two())
+
+
+class TestCompiled:
+    def test_chosen_outside(self):
+        """A change after compiling is honoured, and going back compiles nothing again."""
+        graphs = Graphs()
+        compiled = torch.compile(
+            lambda a, b: extension_cpp.mymuladd(a, b, 1.0).relu(), fullgraph=True, backend=graphs.keep
+        )
+        a, b = two()
+        expected = (a * b + 1).relu()
+        torch.testing.assert_close(compiled(a, b), expected)
+        for _ in range(2):
+            with use_backend("reference"):
+                torch.testing.assert_close(compiled(a, b), expected)
+            torch.testing.assert_close(compiled(a, b), expected)
+        assert graphs.seen == [["mymuladd.default"], ["mymuladd.reference"]]
+
+    @pytest.mark.parametrize(
+        "call", [extension_cpp.mymul, lambda a, b: OPS.mymul(a, b), lambda a, b: OPS.mymul.default(a, b)]
+    )
+    def test_chosen_inside(self, call):
+        def chooses(a, b):
+            first = call(a, b)
+            with use_backend("reference"):
+                second = call(a, b)
+                with use_backend("native"):
+                    third = call(a, b)
+            return first + second + third
+
+        graphs = Graphs()
+        a, b = two()
+        got = torch.compile(chooses, fullgraph=True, backend=graphs.keep)(a, b)
+        torch.testing.assert_close(got, 3 * a * b)
+        assert [name.removesuffix(".default") for name in graphs.seen[0]] == [
+            "mymul",
+            "mymul.reference",
+            "mymul.native",
+        ]
+
+    @needs_triton
+    def test_triton_chosen_inside(self):
+        """Also in a process that hasn't imported Triton before."""
+        code = """
+import torch, extension_cpp
+def chooses(a):
+    with extension_cpp.use_backend("triton"):
+        return extension_cpp.add_one(a)
+seen = []
+def keep(graph, inputs):
+    seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    return graph.forward
+assert "triton" not in sys.modules
+assert torch.compile(chooses, fullgraph=True, backend=keep)(torch.ones(3)).tolist() == [2.0] * 3
+assert seen == ["extension_cpp.add_one.triton"], seen
+"""
+        done = python(code, TRITON_INTERPRET="1")
+        assert done.returncode == 0, done.stderr
+
+    def test_derivatives_are_of_the_same_backend(self):
+        graphs = Graphs(aot=True)
+        compiled = torch.compile(lambda a, b: extension_cpp.mymuladd(a, b, 1.0), fullgraph=True, backend=graphs.backend)
+        a, b = (t.requires_grad_() for t in two())
+        with use_backend("reference"):
+            y = compiled(a, b)
+        y.sum().backward()
+        assert graphs.seen == [["mymuladd.reference"], ["mymul_backward.reference"]]
+        assert torch.equal(a.grad, b) and torch.equal(b.grad, a)
+
+    def test_inductor_and_export(self):
+        a, b = two()
+        with use_backend("reference"):
+            compiled = torch.compile(lambda a, b: extension_cpp.mymuladd(a, b, 1.0).relu(), fullgraph=True)
+            torch.testing.assert_close(compiled(a, b), (a * b + 1).relu())
+
+            class Module(torch.nn.Module):
+                def forward(self, a, b):
+                    return extension_cpp.mymul(a, b)
+
+            program = torch.export.export(Module(), (a, b))
+        assert "mymul.reference" in str(program.graph)
+        torch.testing.assert_close(program.module()(a, b), a * b)
+
+
+@needs_triton
+@pytest.mark.skipif(not CUDA, reason="this torch was built without CUDA")
+class TestTheCompilerSeesInside:
+    """On CUDA, where there need be none: fake tensors."""
+
+    def graph(self, function) -> str:
+        seen = []
+
+        def keep(graph, inputs):
+            seen.append(graph.graph)
+            return graph.forward
+
+        with FakeTensorMode(static_shapes=True):
+            torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(
+                torch.empty(4, 6, device="cuda")
+            )
+        return str(seen[0])
+
+    def test_what_triton_serves(self):
+        for function in (extension_cpp.add_one, lambda t: extension_cpp.my_op(t, 2.0)):
+            graph = self.graph(function)
+            assert "triton_kernel_wrapper_functional" in graph and "extension_cpp" not in graph
+
+    def test_what_is_chosen(self):
+        with use_backend("triton"):
+            graph = self.graph(lambda t: extension_cpp.mymuladd(t, t[:1], 2.0))
+        assert "triton_kernel_wrapper_functional" in graph and "extension_cpp" not in graph
+
+    def test_export_keeps_the_operator(self):
+        class Module(torch.nn.Module):
+            def forward(self, t):
+                return extension_cpp.add_one(t)
+
+        with FakeTensorMode(static_shapes=True):
+            program = torch.export.export(Module(), (torch.empty(3, device="cuda"),))
+        assert "extension_cpp.add_one.default" in str(program.graph)
+
+
+class TestWholeProcess:
+    """EXTENSION_CPP_BACKEND."""
+
+    CALLS = """
+import torch, extension_cpp
+from torch.utils._python_dispatch import TorchDispatchMode
+a = torch.ones(2)
+assert extension_cpp.mymuladd(a, a, 0.5).tolist() == [1.5, 1.5]
+assert torch.ops.extension_cpp.mymul(a, a).tolist() == [1.0, 1.0]
+x = torch.ones(2, requires_grad=True)
+extension_cpp.mymuladd(x, a, 0.5).sum().backward()
+fused = torch.full((1,), 1 + 2.0**-12)
+print("once" if extension_cpp.mymuladd(fused, fused, -1.0).item() == (1 + 2.0**-12) ** 2 - 1 else "twice")
+with extension_cpp.use_backend("native"):
+    print("once" if extension_cpp.mymuladd(fused, fused, -1.0).item() == (1 + 2.0**-12) ** 2 - 1 else "twice")
+print(extension_cpp.backends()["mymuladd"]["cpu"], extension_cpp.backends()["nms"].get("cpu"))
+"""
+
+    @pytest.mark.parametrize(
+        "backend, said",
+        [("", "native native once"), ("native", "native native once"), ("reference", "reference reference twice")],
+    )
+    def test_chosen(self, backend, said):
+        """Told apart by rounding: kernels round a multiply-add once, plain PyTorch rounds the product too."""
+        done = python(self.CALLS, EXTENSION_CPP_BACKEND=backend)
+        first, native, served = done.stdout.splitlines()
+        assert f"{served} {first}" == said and native == "once" and "Warning" not in done.stderr, done.stderr
+
+    @needs_triton
+    def test_triton(self):
+        """It serves what it can; the others say what there is."""
+        calls = (
+            self.CALLS.partition("fused =")[0]
+            + """
+print(extension_cpp.backends()["mymul"]["cpu"], extension_cpp.backends()["nms"].get("cpu"))
+try:
+    extension_cpp.nms(torch.ones(3, 4), torch.ones(3), 0.5)
+except RuntimeError as error:
+    print(error)
+"""
+        )
+        done = python(calls, EXTENSION_CPP_BACKEND="triton", TRITON_INTERPRET="1")
+        wanted = ["triton None", "nms: backend must be native or reference on cpu, got triton"]
+        assert done.stdout.splitlines() == wanted, done.stderr
+
+    def test_not_there(self):
+        done = python("import extension_cpp", EXTENSION_CPP_BACKEND="fast")
+        variable = "ImportError: extension_cpp: in the environment variable EXTENSION_CPP_BACKEND the backend must be"
+        assert f"{variable} native, triton or reference, got 'fast'" in done.stderr
+        done = python("sys.modules['triton'] = None; import extension_cpp", EXTENSION_CPP_BACKEND="triton")
+        assert f"{variable} native or reference, got 'triton': Triton is not installed" in done.stderr
+
+
+@needs_triton
+@pytest.mark.skipif(_backends.interpreted, reason="this is the run in the interpreter")
+def test_contract_in_the_interpreter():
+    """Triton's kernels on the CPU: the contract of every operator that has one."""
+    names = [path.name for path in sorted(HERE.glob("test_*.py")) if "Contract)" in path.read_text()]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", *names, "-k", "triton"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+
+
+@pytest.mark.skipif(shutil.which("ninja") is None or shutil.which("c++") is None, reason="needs ninja and c++")
+def test_another_type_of_device(tmp_path):
+    """PyTorch's place for new devices, PrivateUse1: every operator, its derivatives and its compiled form, and warnings."""
+    path = os.pathsep.join([str(PACKAGE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, HERE / "other_device.py", tmp_path],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "operators"
