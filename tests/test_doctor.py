@@ -691,3 +691,11 @@ def test_no_device_is_initialised(environment):
         "print('torch' in sys.modules, 'extension_cpp/_C' in maps)",
     )
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize("backend", ["reference", "fast"])
+def test_held_backend(environment, backend):
+    """Also where there is no such backend, and the package can't be imported for it."""
+    found = environment.doctor(EXTENSION_CPP_BACKEND=backend)
+    assert list(found) == ["backend"] and f"'{backend}'" in found["backend"]["what"]
+    assert found["backend"]["mend"] == "unset EXTENSION_CPP_BACKEND"

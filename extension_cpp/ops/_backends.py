@@ -151,11 +151,6 @@ def triton_function(name: str) -> Callable:
     return _functions[name]
 
 
-def triton_overload(name: str) -> Callable:
-    triton_function(name)
-    return _overloads["triton"][getattr(torch.ops.extension_cpp, name).default]
-
-
 class use_backend(TorchFunctionMode):
     """Lets one implementation of every operator serve, to test it or to find a fault.
 

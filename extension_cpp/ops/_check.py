@@ -60,10 +60,11 @@ def broadcast_shapes(op: str, **tensors: Tensor) -> torch.Size:
     for name, t in tensors.items():
         if t.dim() > MAX_DIMS:
             fail(op, f"{name} must have at most {MAX_DIMS} dimensions, got {t.dim()}")
-    first, *others = tensors.values()
-    if all(type(t) is Tensor and t.shape == first.shape for t in others):  # What follows is slow, for an eager call.
-        return first.shape
     try:
+        if all(
+            type(t) is Tensor for t in tensors.values()
+        ):  # The quicker way, which is not for tensors without memory.
+            return torch.broadcast_tensors(*tensors.values())[0].shape
         return torch.broadcast_shapes(*(t.shape for t in tensors.values()))
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # A question about a symbolic size, for torch.compile to answer.
@@ -74,12 +75,14 @@ def broadcast_shapes(op: str, **tensors: Tensor) -> torch.Size:
 
 def empty_elementwise(*tensors: Tensor) -> Tensor:
     """What an elementwise operator on tensors returns, uninitialised: broadcast shape, and TensorIterator's strides."""
+    expanded = torch.broadcast_tensors(*tensors)
     first = tensors[0]
-    if all(type(t) is Tensor and t.shape == first.shape and t.is_contiguous() for t in tensors):
+    if (
+        type(first) is Tensor and first.is_contiguous() and expanded[0].shape == first.shape
+    ):  # It decides alone, at once.
         return torch.empty(first.shape, dtype=first.dtype, device=first.device)
     from torch._prims_common import compute_elementwise_output_strides
 
-    expanded = torch.broadcast_tensors(*tensors)
     strides = compute_elementwise_output_strides(*expanded)
     return torch.empty_strided(expanded[0].shape, strides, dtype=tensors[0].dtype, device=tensors[0].device)
 

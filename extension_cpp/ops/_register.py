@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp.ops import _backends
+from extension_cpp.ops import _backends, _check
 
 _library = torch.library.Library("extension_cpp", "FRAGMENT")
 
@@ -132,23 +132,36 @@ def _serve(name: str, overload: str, reference: Callable) -> dict[str, Any]:
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             _library.impl(qualified, kernel, kind.upper(), allow_override=True)
     if "triton" in (_backends.serving(name, "cpu"), _backends.serving(name, "cuda")) and not _backends.interpreted:
-        _show_the_compiler(name, qualified)
+        _show_the_compiler(name, overload)
     return replaced
 
 
-def _show_the_compiler(name: str, qualified: str) -> None:
-    """Where Triton serves, let torch.compile see the operator as <op>.triton, which torch.library.triton_op takes apart."""
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.export._trace import custom_triton_ops_decomposition_disabled
+def _show_the_compiler(name: str, overload: str) -> None:
+    """Where Triton serves an overload, let torch.compile see its kernels.
+
+    Not where a size or number is symbolic: an operator as a whole depends less on how well a version of torch reasons about
+    those. Nor in torch.export, which keeps operators as they are.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    known = (Tensor, FunctionalTensor, FakeTensor)
 
     def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = _backends.serving(name, _backends.device_type(args)) == "triton"
-        if not there or custom_triton_ops_decomposition_disabled():  # torch.export keeps operators as they are.
+        from torch.export._trace import custom_triton_ops_decomposition_disabled  # Which imports all of the compiler.
+
+        served = overload == "triton" or _backends.serving(name, _backends.device_type(args)) == "triton"
+        symbolic = any(
+            _check.is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
+            for arg in args
+        )
+        if not served or symbolic or custom_triton_ops_decomposition_disabled() or not {*types} <= {*known}:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
-            return _backends.triton_overload(name)(*args, **(kwargs or {}))
+            return _backends.triton_function(name)(*args, **(kwargs or {}))
 
-    torch.library.register_torch_dispatch(f"extension_cpp::{qualified}", FunctionalTensorMode, rule, lib=_library)
+    qualified = f"extension_cpp::{name}.{overload}".removesuffix(".default")
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, rule, lib=_library)
 
 
 def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tuple[Any, Callable]:
@@ -164,6 +177,8 @@ def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tu
     make: Callable = torch.library.custom_op if _backends.interpreted else torch.library.triton_op
     operator = make(f"extension_cpp::{name}.triton", run, mutates_args=())
     finish("triton", "triton")
+    if not _backends.interpreted:
+        _show_the_compiler(name, "triton")
     # An eager call needs nothing of what triton_op does for the compiler, which takes it longer than the kernel.
     _library.impl(f"{name}.triton", function, "CUDA")
     return operator._opoverload, function

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from extension_cpp.ops import _backends
+from extension_cpp.ops import _backends, _check
 
 # What autotuning chooses from, once for each dtype, number of dimensions and kind of size; Triton's cache on disk keeps it.
 CONFIGS = [
@@ -129,36 +129,59 @@ def fold(out: Tensor, inputs: tuple[Tensor, ...]) -> list[tuple[int, list[int]]]
     return dims or [(1, [1] * len(inputs))]
 
 
+def plain(*inputs: Tensor) -> Tensor | None:
+    """Memory for the result of inputs that all checks would pass and whose elements lie alike; else None. In few steps, as
+    the checks one by one take longer than a launch.
+    """
+    first = inputs[0]
+    dtype, shape, device = first.dtype, first.shape, first.device
+    for t in inputs:
+        if type(t) is not Tensor or t.layout != torch.strided or t.dtype != dtype or t.shape != shape:
+            return None
+        if t.device != device or not t.is_contiguous():
+            return None
+    return torch.empty(shape, dtype=dtype, device=device) if dtype in _check.FLOATING and len(shape) <= 64 else None
+
+
+def launch_plain(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: int) -> Tensor:
+    """:func:`launch` for what :func:`plain` made."""
+    n = out.numel()
+    if n:
+        linear = (1, 1) + (1, 0, 0) * len(inputs)
+        constants = {"DIMS": 1, "MANY": n >= MANY, "WIDE": n > MAX_INT - 4096}
+        _start(kernel, n, (out, *inputs, *numbers, n // 2**30, n % 2**30, *linear), constants)
+    return out
+
+
 def launch(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: int) -> Tensor:
     """kernel(out, *inputs, *numbers, n, sizes, strides of each input), a program a block of `out`, on its device."""
     n = out.numel()
     if n == 0:
         return out
-    eager = type(out) is Tensor
-    linear = [(n, [1] * len(inputs))]
-    if eager and out.is_contiguous() and all(t.shape == out.shape and t.is_contiguous() for t in inputs):
-        dims, last = linear, n
-    else:
-        inputs = tuple(t if t.shape == out.shape else t.expand(out.shape) for t in inputs)
-        dims = fold(out, inputs)
-        beyond = any(
-            number > MAX_INT for size, strides in dims[: None if len(dims) > 1 else 0] for number in (size, *strides)
-        )
-        if len(dims) > MAX_DIMS or beyond:
-            inputs = tuple(torch.empty_like(out).copy_(t) for t in inputs)
-            dims = linear
-        last = max(n, *(sum((size - 1) * strides[i] for size, strides in dims) for i in range(len(inputs))))
+    inputs = tuple(t if t.shape == out.shape else t.expand(out.shape) for t in inputs)
+    dims = fold(out, inputs)
+    beyond = len(dims) > 1 and max(max(size, *strides) for size, strides in dims) > MAX_INT
+    if len(dims) > MAX_DIMS or beyond:
+        inputs = tuple(torch.empty_like(out).copy_(t) for t in inputs)
+        dims = [(n, [1] * len(inputs))]
+    last = max(n, *(sum((size - 1) * strides[i] for size, strides in dims) for i in range(len(inputs))))
     constants = {"DIMS": len(dims), "MANY": n >= MANY, "WIDE": last > MAX_INT - 4096}
     dims = dims + [(1, [0] * len(inputs))] * (MAX_DIMS - len(dims))
     # In one dimension its size isn't needed.
     sizes = [size for size, _ in dims[:-1]] if constants["DIMS"] > 1 else [1, 1]
     strides = [strides[i] for i in range(len(inputs)) for _, strides in dims]
     arguments = (out, *inputs, *numbers, n // 2**30, n % 2**30, *sizes, *strides)
-    if not eager:
-        kernel.trace(n, wrap_triton(kernel.tuned), arguments, constants)
-    elif out.device.type == "cpu" or out.device.index == torch.cuda.current_device():
-        kernel(n, arguments, constants, out.dtype)
+    if type(out) is Tensor:
+        _start(kernel, n, arguments, constants)
     else:
-        with torch.cuda.device(out.device):  # Triton launches on the current device.
-            kernel(n, arguments, constants, out.dtype)
+        kernel.trace(n, wrap_triton(kernel.tuned), arguments, constants)
     return out
+
+
+def _start(kernel: Kernel, n: int, arguments: tuple, constants: dict[str, Any]) -> None:
+    device = arguments[0].device
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        kernel(n, arguments, constants, arguments[0].dtype)
+    else:
+        with torch.cuda.device(device):  # Triton launches on the current device.
+            kernel(n, arguments, constants, arguments[0].dtype)

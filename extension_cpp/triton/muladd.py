@@ -4,7 +4,18 @@ import triton.language as tl
 from torch import Tensor
 
 from extension_cpp.ops.muladd import _mymul_backward_fake, _mymul_fake, _mymuladd_fake
-from extension_cpp.triton.elementwise import Kernel, bits_of, elements, launch, number, offsets, positions, widen
+from extension_cpp.triton.elementwise import (
+    Kernel,
+    bits_of,
+    elements,
+    launch,
+    launch_plain,
+    number,
+    offsets,
+    plain,
+    positions,
+    widen,
+)
 
 
 @Kernel
@@ -64,10 +75,14 @@ def _mymul(
 
 
 def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
+    if (out := plain(a, b)) is not None:
+        return launch_plain(_mymuladd, out, (a, b), *bits_of(c))
     return launch(_mymuladd, _mymuladd_fake(a, b, c), (a, b), *bits_of(c))
 
 
 def mymul(a: Tensor, b: Tensor) -> Tensor:
+    if (out := plain(a, b)) is not None:
+        return launch_plain(_mymul, out, (a, b))
     return launch(_mymul, _mymul_fake(a, b), (a, b))
 
 
