@@ -1,7 +1,7 @@
 """PyTorch operators for CPU and CUDA, from one binary a backend for every Python >= 3.10 and every torch >= 2.10.
 
 The operators are functions of this module and of ``extension_cpp.ops``; the dispatcher has them as
-``torch.ops.extension_cpp.<name>``.
+``torch.ops.extension_cpp.<name>``. ``extension_cpp.nn`` has modules made of them.
 """
 
 from extension_cpp import _loader
@@ -12,7 +12,7 @@ load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
 """Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
 
 if not _loader.is_program():
-    from extension_cpp import ops  # The schemas must be there first.
+    from extension_cpp import nn, ops  # The schemas must be there first.
     from extension_cpp.ops import *  # noqa: F403
 
-    __all__ = ["__version__", "load_errors", "ops", *ops.__all__]
+    __all__ = ["__version__", "load_errors", "nn", "ops", *ops.__all__]

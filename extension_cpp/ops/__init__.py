@@ -1,6 +1,7 @@
 """The operators, one module a family."""
 
+from extension_cpp.ops.convrnn import convrnn_forward
 from extension_cpp.ops.muladd import myadd_out, mymul, mymuladd
 from extension_cpp.ops.nms import batched_nms, nms, nms_padded
 
-__all__ = ["batched_nms", "myadd_out", "mymul", "mymuladd", "nms", "nms_padded"]
+__all__ = ["batched_nms", "convrnn_forward", "myadd_out", "mymul", "mymuladd", "nms", "nms_padded"]
