@@ -155,7 +155,7 @@ void for_rows(const Sizes& sizes, const Body& body) {
   torch::stable::parallel_for(0, sizes.batch, grain, body);
 }
 
-struct Cpu {
+struct OnCpu {
   static void forward(
       const char*, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
     dispatch_floating_cpu(x.dtype, [&]<class T>(T) {
@@ -256,10 +256,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("convrnn_forward", TORCH_BOX(&convrnn_forward<Cpu>));
-  m.impl("convrnn_forward.no_grad", TORCH_BOX(&convrnn_forward<Cpu>));
-  m.impl("convrnn_backward", TORCH_BOX(&convrnn_backward<Cpu>));
-  m.impl("convrnn_backward.no_grad", TORCH_BOX(&convrnn_backward<Cpu>));
+  m.impl("convrnn_forward", TORCH_BOX(&convrnn_forward<OnCpu>));
+  m.impl("convrnn_forward.no_grad", TORCH_BOX(&convrnn_forward<OnCpu>));
+  m.impl("convrnn_backward", TORCH_BOX(&convrnn_backward<OnCpu>));
+  m.impl("convrnn_backward.no_grad", TORCH_BOX(&convrnn_backward<OnCpu>));
 }
 
 }  // namespace extension_cpp

@@ -79,7 +79,7 @@ Tensor empty_contiguous(const View& like, const std::array<int64_t, N>& sizes) {
   return empty_strided_like(like, sizes.data(), strides.data(), N);
 }
 
-// The operators, for Device = Cpu or Cuda.
+// The operators, for Device = OnCpu or OnCuda.
 
 template <class Device>
 Tensor convrnn_forward(const Tensor& x, const Tensor& kernel, const Tensor& hidden) {

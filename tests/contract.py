@@ -58,6 +58,8 @@ class Operator:
     """Allowed error in units of the dtype's epsilon, relative to the sum of the magnitudes that enter a result."""
     magnitude: Callable | None = None
     """That sum, from the arguments in float64; the magnitude of the result itself where None."""
+    grown: Callable[[Args, int], Args] | None = None
+    """Arguments a number of times as long, for a graph that takes any size; longer in the first dimension where None."""
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -317,10 +319,13 @@ class Contract:
                     torch.testing.assert_close(got, want)
         if dynamic:
             torch._dynamo.reset()
-            args = next(args for args in samples if all(t.shape[:1] == (len(tensors(args)[0]),) for t in tensors(args)))
+            grown = op.grown
+            if grown is None:
+                grown = lambda args, times: map_tensors(lambda t: torch.cat([t] * times), args)  # noqa: E731
+                samples = [a for a in samples if all(t.shape[:1] == (len(tensors(a)[0]),) for t in tensors(a))]
             with torch._dynamo.config.patch(error_on_recompile=True):
-                for repeat in (1, 2, 3):
-                    run(op, compiled, map_tensors(lambda t, repeat=repeat: torch.cat([t] * repeat), args))
+                for times in (1, 2, 3):
+                    run(op, compiled, grown(samples[0], times))
 
     def test_errors(self, device):
         """The documented error from the real and from the fake kernel, with all arguments left as they were."""
@@ -414,7 +419,8 @@ def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:
     outputs = [t for t in tensors(function(*args)) if t.requires_grad]
     # Every second element of a wider tensor: a gradient that is not contiguous, as a user's may be.
     seeds = [torch.linspace(-1, 1, 2 * t.numel(), dtype=torch.float64)[::2].reshape(t.shape).to(t) for t in outputs]
-    return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds)
+    # What a result doesn't depend on has a gradient of zero, whether a graph is made of it or not.
+    return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds, materialize_grads=True)
 
 
 def fake_args(mode: FakeTensorMode, args: Args) -> Args:

@@ -1,0 +1,472 @@
+// The convrnn operators on CUDA.
+//
+// A block has a row of the batch and goes through time on its own: nothing but a barrier a step orders it. What bounds
+// it is the chain of T steps, of which each waits for the one before: a barrier, a read from shared memory, K
+// multiply-adds, a tanh and a write to shared memory. All else is off the chain: x is loaded kAhead steps before it is
+// used, and y stored without waiting.
+//
+// forward_kernel and backward_kernel have the state in shared memory, twice, so that a step needs one barrier: it is
+// read from one copy and written to the other. In backward_kernel the products for the kernel's gradient take no reads
+// of their own: sum_k w[k] d[m - k + p] reads what d[m - k + p] h[m] needs. Sums over a row are partial results, which
+// finish_kernel adds up in a fixed order. What doesn't fit goes through forward_large_kernel and backward_large_kernel,
+// which read the last state where it was written, in y and grad_x; and where K sums don't fit into registers,
+// products_kernel makes the partial results.
+#include "convrnn.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "elementwise.cuh"
+#include "launch.cuh"
+
+namespace extension_cpp {
+namespace {
+
+constexpr int kWarp = 32, kThreads = 512, kProducts = 8;
+constexpr unsigned kAll = 0xffffffff;  // lanes
+constexpr int64_t kShared = 48 * 1024;  // bytes that every device has without being asked
+constexpr int kExact = 3, kFew = 8;
+constexpr int64_t kSplits = 1024;      // partial results of products_kernel, at most
+
+template <class T>
+struct Kernel {
+  const T* data;
+  int64_t stride;
+  int64_t taps;
+};
+
+template <class T>
+using Wide = typename Compute<T>::type;
+
+// How many steps ahead a thread loads its kEach elements: as many as there are registers for, and even.
+template <class T, int kEach>
+constexpr int kAheadOf = std::min<int>(8, 64 / (kEach * sizeof(Wide<T>)));
+
+// Where element i of a state is in shared memory, where the state's ends are repeated before and after it: an element at
+// an end is there twice (never three times, as K <= H), others are written twice to the same place, which is cheaper
+// than to branch. What is beyond the last element goes where nothing is read.
+struct Place {
+  Place() = default;
+  __device__ Place(int i, int n, int before, int after) {
+    here = i < n ? before + i : before + n + after;
+    again = i >= n ? here : i >= n - before ? here - n : i < after ? here + n : here;
+  }
+
+  template <class V>
+  __device__ __forceinline__ void put(V* ring, V value) const {
+    ring[here] = value;
+    ring[again] = value;
+  }
+
+  int here, again;
+};
+
+template <class T>
+__device__ __forceinline__ T* advance(T* pointer, int64_t bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
+}
+
+// The sum over a block, in a fixed order; in thread 0.
+template <class V>
+__device__ V block_sum(V value) {
+  __shared__ V sums[1024 / kWarp];
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_down_sync(kAll, value, step);
+  __syncthreads();  // The last call's sums have been read.
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  V total = 0;
+  for (int w = 0; threadIdx.x == 0 && w < static_cast<int>(blockDim.x) / kWarp; ++w) total += sums[w];
+  return total;
+}
+
+// The kernel's weights in registers, kTaps of them: all for kTaps = kExact, else at most as many; for kTaps = 0 any
+// number of them in shared memory. A thread has kEach elements of the state, blockDim.x apart; beyond the end it reads
+// what the last element's thread does, and writes nothing.
+template <int kTaps, int kEach, class T>
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int n) {
+  using V = Wide<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kAhead = kAheadOf<T, kEach>;
+  const int taps = kTaps == kExact ? kTaps : static_cast<int>(kernel.taps);
+  const int before = taps / 2, after = taps - 1 - before, size = n + taps;
+  V* const rings = reinterpret_cast<V*>(shared);
+  V* const all_weights = rings + 2 * size;
+  V weights[kTaps > 0 ? kTaps : 1];
+  if constexpr (kTaps > 0) {
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) weights[k] = k < taps ? static_cast<V>(kernel.data[k * kernel.stride]) : V(0);
+  } else {
+    for (int k = threadIdx.x; k < taps; k += blockDim.x) all_weights[k] = static_cast<V>(kernel.data[k * kernel.stride]);
+  }
+  const int64_t b = blockIdx.x, x_step = x.time * sizeof(T), y_step = n * sizeof(T);
+  int at[kEach];
+  Place place[kEach];
+  const auto is_active = [&](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x) < n; };
+  const T* from[kEach];
+  T *to[kEach], ahead[kAhead][kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int i = threadIdx.x + j * blockDim.x;
+    at[j] = min(i, n - 1);
+    place[j] = Place(i, n, before, after);
+    from[j] = x.row(b, 0) + at[j] * x.along;
+    to[j] = y + b * (steps + 1) * n + i;
+    const T h = hidden.row(b, 0)[at[j] * hidden.along];
+    if (is_active(j)) *to[j] = h;
+    place[j].put(rings, static_cast<V>(h));
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) {
+      if (d < steps) ahead[d][j] = *from[j];
+      from[j] = advance(from[j], x_step);
+    }
+  }
+  for (int64_t rest = steps; rest > 0; rest -= kAhead) {
+    const int here = static_cast<int>(min(rest, int64_t{2 * kAhead}));
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) {
+      if (d >= here) break;
+      V sums[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        sums[j] = static_cast<V>(ahead[d][j]);
+        if (d + kAhead < here) ahead[d][j] = *from[j];
+        from[j] = advance(from[j], x_step);
+      }
+      __syncthreads();
+      const V* const last = rings + d % 2 * size;
+      V* const next = rings + (d + 1) % 2 * size;
+      if constexpr (kTaps > 0) {
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) sums[j] += weights[k] * (k < taps ? last[at[j] + k] : V(0));
+        }
+      } else {
+#pragma unroll 4
+        for (int k = 0; k < taps; ++k) {
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) sums[j] += all_weights[k] * last[at[j] + k];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const T h = static_cast<T>(tanh(sums[j]));
+        place[j].put(next, static_cast<V>(h));
+        to[j] = advance(to[j], y_step);
+        if (is_active(j)) *to[j] = h;
+      }
+    }
+  }
+}
+
+// As forward_kernel, back in time, with the weights in reverse. `parts`: for each row and tap, the sum of its products.
+template <int kTaps, int kEach, class T>
+__global__ void __launch_bounds__(kThreads) backward_kernel(
+    Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, Wide<T>* parts, int64_t steps,
+    int n) {
+  using V = Wide<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kAhead = kAheadOf<T, kEach>;
+  const int taps = kTaps == kExact ? kTaps : static_cast<int>(kernel.taps);
+  const int after = taps / 2, before = taps - 1 - after, size = n + taps;
+  V* const rings = reinterpret_cast<V*>(shared);
+  V* const all_weights = rings + 2 * size;
+  V weights[kTaps > 0 ? kTaps : 1], products[kTaps > 0 ? kTaps : 1];
+  if constexpr (kTaps > 0) {
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      weights[k] = k < taps ? static_cast<V>(kernel.data[(taps - 1 - k) * kernel.stride]) : V(0);
+      products[k] = 0;
+    }
+  } else {
+    for (int k = threadIdx.x; k < taps; k += blockDim.x) {
+      all_weights[k] = static_cast<V>(kernel.data[(taps - 1 - k) * kernel.stride]);
+    }
+  }
+  const int64_t b = blockIdx.x, grad_step = grad.time * sizeof(T), y_step = y.time * sizeof(T), x_step = n * sizeof(T);
+  int at[kEach];
+  Place place[kEach];
+  const auto is_active = [&](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x) < n; };
+  const T *from[kEach], *states[kEach];
+  T *to[kEach], grads_ahead[kAhead][kEach], states_ahead[kAhead][kEach];
+  V state[kEach], from_later[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int i = threadIdx.x + j * blockDim.x;
+    at[j] = min(i, n - 1);
+    place[j] = Place(i, n, before, after);
+    from[j] = grad.row(b, steps) + at[j] * grad.along;
+    states[j] = y.row(b, steps) + at[j] * y.along;
+    to[j] = grad_x + (b + 1) * steps * n + i;
+    state[j] = static_cast<V>(*states[j]);
+    from_later[j] = 0;
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) {
+      states[j] = advance(states[j], -y_step);
+      if (d < steps) grads_ahead[d][j] = *from[j], states_ahead[d][j] = *states[j];
+      from[j] = advance(from[j], -grad_step);
+    }
+  }
+  if constexpr (kTaps == 0) __syncthreads();
+  for (int64_t rest = steps; rest > 0; rest -= kAhead) {
+    const int here = static_cast<int>(min(rest, int64_t{2 * kAhead}));
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) {
+      if (d >= here) break;
+      V* const ring = rings + d % 2 * size;
+      V earlier[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const V slope = (1 - state[j]) * (1 + state[j]);
+        const T delta = static_cast<T>((static_cast<V>(grads_ahead[d][j]) + from_later[j]) * slope);
+        earlier[j] = static_cast<V>(states_ahead[d][j]);
+        states[j] = advance(states[j], -y_step);
+        if (d + kAhead < here) grads_ahead[d][j] = *from[j], states_ahead[d][j] = *states[j];
+        from[j] = advance(from[j], -grad_step);
+        state[j] = earlier[j];
+        from_later[j] = 0;
+        place[j].put(ring, static_cast<V>(delta));
+        to[j] = advance(to[j], -x_step);
+        if (is_active(j)) *to[j] = delta;
+      }
+      __syncthreads();
+      if constexpr (kTaps > 0) {
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) {
+            const V delta = k < taps ? ring[at[j] + k] : V(0);
+            from_later[j] += weights[k] * delta;
+            if (is_active(j)) products[k] += delta * earlier[j];
+          }
+        }
+      } else {
+#pragma unroll 4
+        for (int k = 0; k < taps; ++k) {
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) from_later[j] += all_weights[k] * ring[at[j] + k];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    if (!is_active(j)) continue;
+    const V grad_0 = static_cast<V>(grad.row(b, 0)[at[j] * grad.along]);
+    grad_hidden[b * n + at[j]] = static_cast<T>(grad_0 + from_later[j]);
+  }
+  if constexpr (kTaps > 0) {
+    if (parts == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) {
+      if (k >= taps) break;
+      const V sum = block_sum(products[k]);
+      if (threadIdx.x == 0) parts[b * taps + taps - 1 - k] = sum;
+    }
+  }
+}
+
+// Any size: the last state is read where it was written. A block's barrier is one for its writes to y, too.
+template <class T>
+__global__ void __launch_bounds__(kThreads) forward_large_kernel(
+    Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int64_t n) {
+  using V = Wide<T>;
+  const int64_t b = blockIdx.x, before = kernel.taps / 2;
+  T* last = y + b * (steps + 1) * n;
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) last[i] = hidden.row(b, 0)[i * hidden.along];
+  for (int64_t t = 0; t < steps; ++t, last += n) {
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+      V sum = static_cast<V>(x.row(b, t)[i * x.along]);
+      int64_t m = i < before ? i - before + n : i - before;
+      for (int64_t k = 0; k < kernel.taps; ++k) {
+        sum += static_cast<V>(kernel.data[k * kernel.stride]) * static_cast<V>(last[m]);
+        if (++m == n) m = 0;
+      }
+      last[n + i] = static_cast<T>(tanh(sum));
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) backward_large_kernel(
+    Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, int64_t steps, int64_t n) {
+  using V = Wide<T>;
+  const int64_t b = blockIdx.x, before = kernel.taps - 1 - kernel.taps / 2;
+  T* to = grad_x + (b + 1) * steps * n;
+  for (int64_t t = steps; t >= 0; --t) {
+    to -= n;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+      V from_later = 0;
+      int64_t m = i < before ? i - before + n : i - before;
+      for (int64_t k = kernel.taps - 1; t < steps && k >= 0; --k) {
+        from_later += static_cast<V>(kernel.data[k * kernel.stride]) * static_cast<V>(to[n + m]);
+        if (++m == n) m = 0;
+      }
+      const V sum = static_cast<V>(grad.row(b, t)[i * grad.along]) + from_later;
+      if (t == 0) {
+        grad_hidden[b * n + i] = static_cast<T>(sum);
+      } else {
+        const V h = static_cast<V>(y.row(b, t)[i * y.along]);
+        to[i] = static_cast<T>(sum * ((1 - h) * (1 + h)));
+      }
+    }
+  }
+}
+
+// parts[s, k]: the sum of d[m - k + p] h[m] over every `splits`-th row by batch and time from s on. A warp takes a row,
+// a block kProducts taps.
+template <class T>
+__global__ void __launch_bounds__(kThreads) products_kernel(
+    const T* grad_x, Rows<const T> y, Wide<T>* parts, int64_t splits, int64_t count, int64_t steps, int64_t n,
+    int64_t taps) {
+  using V = Wide<T>;
+  const int64_t split = blockIdx.x % splits, first = blockIdx.x / splits * kProducts;
+  const int64_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  V products[kProducts] = {};
+  for (int64_t r = split * warps + warp; r < count; r += splits * warps) {
+    const T* const deltas = grad_x + r * n;
+    const T* const states = y.row(r / steps, r % steps);
+    for (int64_t m = threadIdx.x % kWarp; m < n; m += kWarp) {
+      const V h = static_cast<V>(states[m * y.along]);
+      int64_t i = m - first + taps / 2;
+      i = i < 0 ? i + n : i >= n ? i - n : i;
+#pragma unroll
+      for (int k = 0; k < kProducts; ++k) {
+        products[k] += static_cast<V>(deltas[i]) * h;
+        i = i == 0 ? n - 1 : i - 1;
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kProducts; ++k) {
+    const V sum = block_sum(products[k]);
+    if (threadIdx.x == 0 && first + k < taps) parts[split * taps + first + k] = sum;
+  }
+}
+
+// A block a tap.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const Wide<T>* parts, T* grad_kernel, int64_t count, int64_t taps) {
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += parts[i * taps + blockIdx.x];
+  const double total = block_sum(sum);
+  if (threadIdx.x == 0) grad_kernel[blockIdx.x] = static_cast<T>(static_cast<Wide<T>>(total));
+}
+
+// How the state lies on a block.
+struct Layout {
+  template <class V>
+  static Layout of(const Sizes& sizes) {
+    Layout layout;
+    const int64_t n = sizes.width, bytes = (2 * (n + sizes.taps) + sizes.taps) * sizeof(V);
+    if (n > kMostEach * kThreads || bytes > kShared) return layout;
+    layout.each = n <= kThreads ? 1 : n <= 2 * kThreads ? 2 : 4;
+    const int64_t few = std::is_same_v<V, double> ? 0 : kFew;
+    layout.taps = few && sizes.taps == kExact ? kExact : sizes.taps <= few ? kFew : 0;
+    layout.threads = static_cast<int>(ceil_div(ceil_div(n, layout.each), kWarp) * kWarp);
+    layout.bytes = bytes;
+    return layout;
+  }
+
+  static constexpr int kMostEach = 4;
+  int each = 0, taps = 0;  // The kernels' kEach, 0 for those of large sizes, and kTaps.
+  int threads = kThreads;
+  size_t bytes = 0;
+};
+
+// Calls f with the constants that a layout stands for.
+template <class V, class F>
+void dispatch(const Layout& layout, F f) {
+  auto with_each = [&]<int kEach>() {
+    if constexpr (!std::is_same_v<V, double>) {  // which would take as much code as the others together
+      if (layout.taps == kExact) return f.template operator()<kExact, kEach>();
+      if (layout.taps == kFew) return f.template operator()<kFew, kEach>();
+    }
+    f.template operator()<0, kEach>();
+  };
+  if (layout.each == 1) return with_each.template operator()<1>();
+  if (layout.each == 2) return with_each.template operator()<2>();
+  with_each.template operator()<4>();
+}
+
+struct OnCuda {
+  static void forward(
+      const char* op, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
+    Launch launch(op, x);
+    dispatch_floating_cuda(x.dtype, [&]<class T>(T) {
+      const auto layout = Layout::of<Wide<T>>(sizes);
+      const Rows<const T> from = rows<T>(x), first = rows<T>(hidden);
+      const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
+      T* const to = static_cast<T*>(y.mutable_data_ptr());
+      if (layout.each == 0) {
+        return launch(
+            forward_large_kernel<T>, sizes.batch, kThreads, 0, from, weights, first, to, sizes.steps, sizes.width);
+      }
+      dispatch<Wide<T>>(layout, [&]<int kTaps, int kEach>() {
+        launch(
+            forward_kernel<kTaps, kEach, T>, sizes.batch, layout.threads, layout.bytes, from, weights, first, to,
+            sizes.steps, static_cast<int>(sizes.width));
+      });
+    });
+  }
+
+  static void backward(
+      const char* op, const Sizes& sizes, const View& grad, const View& y, const View& kernel, const Tensor& grad_x,
+      const Tensor* grad_kernel, const Tensor& grad_hidden) {
+    Launch launch(op, grad);
+    dispatch_floating_cuda(grad.dtype, [&]<class T>(T) {
+      using V = Wide<T>;
+      const auto layout = Layout::of<V>(sizes);
+      const Rows<const T> grads = rows<T>(grad), states = rows<T>(y);
+      const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
+      T* const to_x = static_cast<T*>(grad_x.mutable_data_ptr());
+      T* const to_hidden = static_cast<T*>(grad_hidden.mutable_data_ptr());
+      const bool apart = layout.taps == 0;
+      constexpr int kWarps = kThreads / kWarp;
+      const int64_t count = sizes.batch * sizes.steps;
+      const int64_t splits = apart ? std::min(ceil_div(count, kWarps), kSplits) : sizes.batch;
+      std::optional<Tensor> memory;
+      V* parts = nullptr;
+      if (grad_kernel) {
+        const int64_t bytes = splits * sizes.taps * static_cast<int64_t>(sizeof(V));
+        memory = torch::stable::new_empty(*grad.tensor, {bytes}, torch::headeronly::ScalarType::Byte);
+        parts = static_cast<V*>(memory->mutable_data_ptr());
+      }
+      if (layout.each == 0) {
+        launch(
+            backward_large_kernel<T>, sizes.batch, kThreads, 0, grads, states, weights, to_x, to_hidden, sizes.steps,
+            sizes.width);
+      } else {
+        dispatch<Wide<T>>(layout, [&]<int kTaps, int kEach>() {
+          launch(
+              backward_kernel<kTaps, kEach, T>, sizes.batch, layout.threads, layout.bytes, grads, states, weights, to_x,
+              to_hidden, parts, sizes.steps, static_cast<int>(sizes.width));
+        });
+      }
+      if (!grad_kernel) return;
+      if (apart) {
+        launch(
+            products_kernel<T>, splits * ceil_div(sizes.taps, kProducts), kThreads, 0, to_x, states, parts, splits,
+            count, sizes.steps, sizes.width, sizes.taps);
+      }
+      launch(
+          finish_kernel<T>, sizes.taps, static_cast<int>(std::clamp<int64_t>(ceil_div(splits, kWarp) * kWarp, kWarp, kThreads)),
+          0, parts, static_cast<T*>(grad_kernel->mutable_data_ptr()), splits, sizes.taps);
+    });
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("convrnn_forward", TORCH_BOX(&convrnn_forward<OnCuda>));
+  m.impl("convrnn_forward.no_grad", TORCH_BOX(&convrnn_forward<OnCuda>));
+  m.impl("convrnn_backward", TORCH_BOX(&convrnn_backward<OnCuda>));
+  m.impl("convrnn_backward.no_grad", TORCH_BOX(&convrnn_backward<OnCuda>));
+}
+
+}  // namespace extension_cpp
