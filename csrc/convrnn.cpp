@@ -36,8 +36,9 @@ struct Format<double> {
   static constexpr double kMost = 40, kLog2High = 0x1.62e42fee00000p-1, kLog2Low = 0x1.a39ef35793c76p-33;
 };
 
-// m / (m + 2) with m = exp(2|z|) - 1 = 2^n (1 + q) - 1, where q = exp(r) - 1 for the rest r of 2|z| from n log 2, by its
-// Taylor series; at most 2 units in the last place off. No branch and no call, so that a loop over it becomes vectors.
+// m / (m + 2) with m = exp(2|z|) - 1 = 2^n (1 + q) - 1, where q = exp(r) - 1 for the rest r of 2|z| from n log 2, by
+// its Taylor series; at most 2 units in the last place off. No branch and no call, so that a loop over it becomes
+// vectors.
 template <class V>
 inline V tanh_of(V z) {
   using F = Format<V>;

@@ -23,10 +23,10 @@ namespace extension_cpp {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 512, kProducts = 8;
-constexpr unsigned kAll = 0xffffffff;  // lanes
+constexpr unsigned kAll = 0xffffffff;   // lanes
 constexpr int64_t kShared = 48 * 1024;  // bytes that every device has without being asked
 constexpr int kExact = 3, kFew = 8;
-constexpr int64_t kSplits = 1024;      // partial results of products_kernel, at most
+constexpr int64_t kSplits = 1024;  // partial results of products_kernel, at most
 
 template <class T>
 struct Kernel {
@@ -42,8 +42,8 @@ using Wide = typename Compute<T>::type;
 template <class T, int kEach>
 constexpr int kAheadOf = std::min<int>(8, 64 / (kEach * sizeof(Wide<T>)));
 
-// Where element i of a state is in shared memory, where the state's ends are repeated before and after it: an element at
-// an end is there twice (never three times, as K <= H), others are written twice to the same place, which is cheaper
+// Where element i of a state is in shared memory, where the state's ends are repeated before and after it: an element
+// at an end is there twice (never three times, as K <= H), others are written twice to the same place, which is cheaper
 // than to branch. What is beyond the last element goes where nothing is read.
 struct Place {
   Place() = default;
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) weights[k] = k < taps ? static_cast<V>(kernel.data[k * kernel.stride]) : V(0);
   } else {
-    for (int k = threadIdx.x; k < taps; k += blockDim.x) all_weights[k] = static_cast<V>(kernel.data[k * kernel.stride]);
+    for (int k = threadIdx.x; k < taps; k += blockDim.x)
+      all_weights[k] = static_cast<V>(kernel.data[k * kernel.stride]);
   }
   const int64_t b = blockIdx.x, x_step = x.time * sizeof(T), y_step = n * sizeof(T);
   int at[kEach];
@@ -269,8 +270,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
 
 // Any size: the last state is read where it was written. A block's barrier is one for its writes to y, too.
 template <class T>
-__global__ void __launch_bounds__(kThreads) forward_large_kernel(
-    Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    forward_large_kernel(Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int64_t n) {
   using V = Wide<T>;
   const int64_t b = blockIdx.x, before = kernel.taps / 2;
   T* last = y + b * (steps + 1) * n;
@@ -454,8 +455,9 @@ struct OnCuda {
             count, sizes.steps, sizes.width, sizes.taps);
       }
       launch(
-          finish_kernel<T>, sizes.taps, static_cast<int>(std::clamp<int64_t>(ceil_div(splits, kWarp) * kWarp, kWarp, kThreads)),
-          0, parts, static_cast<T*>(grad_kernel->mutable_data_ptr()), splits, sizes.taps);
+          finish_kernel<T>, sizes.taps,
+          static_cast<int>(std::clamp<int64_t>(ceil_div(splits, kWarp) * kWarp, kWarp, kThreads)), 0, parts,
+          static_cast<T*>(grad_kernel->mutable_data_ptr()), splits, sizes.taps);
     });
   }
 };

@@ -4,11 +4,12 @@
 //   d_t = (grad_t + g_t) (1 - h_t^2),  g_{t-1}[m] = sum_k w[k] d_t[(m - k + p) mod H],
 //   grad_x_t = d_t,  grad_w[k] = sum_{t,m} d_t[(m - k + p) mod H] h_{t-1}[m],  grad_hidden = g_0 + grad_0.
 //
-// Two numbers: forward moves 8 bytes an element of x in float32 for 2K + 1 operations and a tanh, backward 12 for 4K. But
-// a step waits for the one before, so that what counts is how long T dependent steps take.
+// Two numbers: forward moves 8 bytes an element of x in float32 for 2K + 1 operations and a tanh, backward 12 for 4K.
+// But a step waits for the one before, so that what counts is how long T dependent steps take.
 //
-// h_t and d_t are rounded to the dtype before they are used on: they are what y and grad_x hold, so that a sequence that
-// is cut in two goes on where it stopped, bit by bit, and y is all that backward needs. Sums are in float32 for halves.
+// h_t and d_t are rounded to the dtype before they are used on: they are what y and grad_x hold, so that a sequence
+// that is cut in two goes on where it stopped, bit by bit, and y is all that backward needs. Sums are in float32 for
+// halves.
 //
 // The checks and the host functions; convrnn.cpp and convrnn.cu compile them for their device.
 #pragma once
@@ -101,7 +102,8 @@ std::tuple<Tensor, Tensor, Tensor> convrnn_backward(
   const Tensor grad_x = empty_contiguous<3>(view_grad, {sizes.batch, sizes.steps, sizes.width});
   const Tensor grad_kernel = empty_contiguous<3>(view_grad, {1, 1, kernel_grad ? sizes.taps : 0});
   const Tensor grad_hidden = empty_contiguous<2>(view_grad, {sizes.batch, sizes.width});
-  Device::backward(op, sizes, view_grad, view_y, view_kernel, grad_x, kernel_grad ? &grad_kernel : nullptr, grad_hidden);
+  Device::backward(
+      op, sizes, view_grad, view_y, view_kernel, grad_x, kernel_grad ? &grad_kernel : nullptr, grad_hidden);
   return {grad_x, grad_kernel, grad_hidden};
 }
 

@@ -73,19 +73,17 @@ class ConvRNN(torch.nn.Module):
             wanted = "(B, T, H)" if self.batch_first else "(T, B, H)"
             raise RuntimeError(f"ConvRNN: input must have shape {wanted} or (T, H), got {tuple(input.shape)}")
         if input.dim() == 2:
-            x = input[None]
-        else:
-            x = input if self.batch_first else input.transpose(0, 1)
-        batch, _, width = x.shape
-        shape = (1, width) if input.dim() == 2 else (1, batch, width)
+            output, h_n = self._states(input[None], hx, (1, input.shape[1]))
+            return output[0], h_n
+        x = input if self.batch_first else input.transpose(0, 1)
+        output, h_n = self._states(x, hx, (1, x.shape[0], x.shape[2]))
+        return output if self.batch_first else output.transpose(0, 1), h_n
+
+    def _states(self, x: Tensor, hx: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """h_1 to h_T for x (B, T, H), and h_T; the latter, and hx, of a shape."""
         if hx is None:
-            hidden = x.new_zeros(batch, width)
+            hx = x.new_zeros(shape)
         elif tuple(hx.shape) != shape:
             raise RuntimeError(f"ConvRNN: hx must have shape {shape}, got {tuple(hx.shape)}")
-        else:
-            hidden = hx.view(batch, width) if input.dim() == 2 else hx[0]
-        y = convrnn_forward(x, self.weight, hidden)
-        output, h_n = y[:, 1:], y[:, -1]
-        if input.dim() == 2:
-            return output[0], h_n
-        return output if self.batch_first else output.transpose(0, 1), h_n[None]
+        y = convrnn_forward(x, self.weight, hx.reshape(x.shape[0], x.shape[2]))
+        return y[:, 1:], y[:, -1].reshape(shape)

@@ -144,9 +144,7 @@ def _forward_fake(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
     return x.new_empty(batch, steps + 1, width)
 
 
-def _backward_fake(
-    grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     _check_backward("convrnn_backward", grad, y, kernel)
     batch, states, width = grad.shape
     grad_kernel = grad.new_empty(1, 1, kernel.shape[2] if kernel_grad else 0)
@@ -275,9 +273,7 @@ def _checked(check, op: str, reference):
 
 for _name in ("convrnn_forward", "convrnn_forward.no_grad"):
     torch.library.register_fake(f"extension_cpp::{_name}", _forward_fake)
-    register_reference(
-        f"extension_cpp::{_name}", _checked(_check_inputs, "convrnn_forward", convrnn_forward_reference)
-    )
+    register_reference(f"extension_cpp::{_name}", _checked(_check_inputs, "convrnn_forward", convrnn_forward_reference))
 for _name in ("convrnn_backward", "convrnn_backward.no_grad"):
     torch.library.register_fake(f"extension_cpp::{_name}", _backward_fake)
     register_reference(
