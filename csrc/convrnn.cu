@@ -63,7 +63,7 @@ struct Place {
 
 template <class T>
 __device__ __forceinline__ T* advance(T* pointer, int64_t bytes) {
-  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
+  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(pointer)) + bytes);
 }
 
 // The sum over a block, in a fixed order; in thread 0.
@@ -118,22 +118,18 @@ __global__ void __launch_bounds__(kThreads)
     place[j].put(rings, static_cast<V>(h));
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) {
-      if (d < steps) ahead[d][j] = *from[j];
-      from[j] = advance(from[j], x_step);
+      if (steps > 0) ahead[d][j] = *from[j];
+      if (d + 1 < steps) from[j] = advance(from[j], x_step);
     }
   }
   for (int64_t rest = steps; rest > 0; rest -= kAhead) {
-    const int here = static_cast<int>(min(rest, int64_t{2 * kAhead}));
+    const int here = static_cast<int>(min(rest, int64_t{2 * kAhead + 1}));
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) {
       if (d >= here) break;
       V sums[kEach];
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        sums[j] = static_cast<V>(ahead[d][j]);
-        if (d + kAhead < here) ahead[d][j] = *from[j];
-        from[j] = advance(from[j], x_step);
-      }
+      for (int j = 0; j < kEach; ++j) sums[j] = static_cast<V>(ahead[d][j]);
       __syncthreads();
       const V* const last = rings + d % 2 * size;
       V* const next = rings + (d + 1) % 2 * size;
@@ -156,23 +152,27 @@ __global__ void __launch_bounds__(kThreads)
         place[j].put(next, static_cast<V>(h));
         to[j] = advance(to[j], y_step);
         if (is_active(j)) *to[j] = h;
+        ahead[d][j] = *from[j];
+        if (d + kAhead + 1 < here) from[j] = advance(from[j], x_step);
       }
     }
   }
 }
 
-// As forward_kernel, back in time, with the weights in reverse. `parts`: for each row and tap, the sum of its products.
+// As forward_kernel, back in time, with the weights in reverse; and a block has one or more rows. `parts`: for each block
+// and tap, the sum of its products; null where there is but one block, whose sums are the gradient of the kernel.
 template <int kTaps, int kEach, class T>
 __global__ void __launch_bounds__(kThreads) backward_kernel(
-    Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, Wide<T>* parts, int64_t steps,
-    int n) {
+    Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, Wide<T>* parts,
+    T* grad_kernel, int64_t steps, int n, int rows) {
   using V = Wide<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kAhead = kAheadOf<T, kEach>;
   const int taps = kTaps == kExact ? kTaps : static_cast<int>(kernel.taps);
   const int after = taps / 2, before = taps - 1 - after, size = n + taps;
-  V* const rings = reinterpret_cast<V*>(shared);
-  V* const all_weights = rings + 2 * size;
+  const int threads = blockDim.x / rows, row = threadIdx.x / threads, thread = threadIdx.x % threads;
+  V* const rings = reinterpret_cast<V*>(shared) + row * 2 * size;
+  V* const all_weights = rings + 2 * size;  // of a block with one row
   V weights[kTaps > 0 ? kTaps : 1], products[kTaps > 0 ? kTaps : 1];
   if constexpr (kTaps > 0) {
 #pragma unroll
@@ -185,16 +185,16 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
       all_weights[k] = static_cast<V>(kernel.data[(taps - 1 - k) * kernel.stride]);
     }
   }
-  const int64_t b = blockIdx.x, grad_step = grad.time * sizeof(T), y_step = y.time * sizeof(T), x_step = n * sizeof(T);
+  const int64_t b = int64_t{blockIdx.x} * rows + row, grad_step = grad.time * sizeof(T), y_step = y.time * sizeof(T), x_step = n * sizeof(T);
   int at[kEach];
   Place place[kEach];
-  const auto is_active = [&](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x) < n; };
+  const auto is_active = [&](int j) { return thread + j * threads < n; };
   const T *from[kEach], *states[kEach];
   T *to[kEach], grads_ahead[kAhead][kEach], states_ahead[kAhead][kEach];
   V state[kEach], from_later[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const int i = threadIdx.x + j * blockDim.x;
+    const int i = thread + j * threads;
     at[j] = min(i, n - 1);
     place[j] = Place(i, n, before, after);
     from[j] = grad.row(b, steps) + at[j] * grad.along;
@@ -204,14 +204,14 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
     from_later[j] = 0;
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) {
-      states[j] = advance(states[j], -y_step);
-      if (d < steps) grads_ahead[d][j] = *from[j], states_ahead[d][j] = *states[j];
-      from[j] = advance(from[j], -grad_step);
+      if (d < steps) states[j] = advance(states[j], -y_step);
+      grads_ahead[d][j] = *from[j], states_ahead[d][j] = *states[j];
+      if (d < steps) from[j] = advance(from[j], -grad_step);
     }
   }
   if constexpr (kTaps == 0) __syncthreads();
   for (int64_t rest = steps; rest > 0; rest -= kAhead) {
-    const int here = static_cast<int>(min(rest, int64_t{2 * kAhead}));
+    const int here = static_cast<int>(min(rest, int64_t{2 * kAhead + 1}));
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) {
       if (d >= here) break;
@@ -222,9 +222,6 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
         const V slope = (1 - state[j]) * (1 + state[j]);
         const T delta = static_cast<T>((static_cast<V>(grads_ahead[d][j]) + from_later[j]) * slope);
         earlier[j] = static_cast<V>(states_ahead[d][j]);
-        states[j] = advance(states[j], -y_step);
-        if (d + kAhead < here) grads_ahead[d][j] = *from[j], states_ahead[d][j] = *states[j];
-        from[j] = advance(from[j], -grad_step);
         state[j] = earlier[j];
         from_later[j] = 0;
         place[j].put(ring, static_cast<V>(delta));
@@ -249,6 +246,12 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
           for (int j = 0; j < kEach; ++j) from_later[j] += all_weights[k] * ring[at[j] + k];
         }
       }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        if (d + kAhead < here) states[j] = advance(states[j], -y_step);
+        grads_ahead[d][j] = *from[j], states_ahead[d][j] = *states[j];
+        if (d + kAhead < here) from[j] = advance(from[j], -grad_step);
+      }
     }
   }
 #pragma unroll
@@ -258,12 +261,17 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
     grad_hidden[b * n + at[j]] = static_cast<T>(grad_0 + from_later[j]);
   }
   if constexpr (kTaps > 0) {
-    if (parts == nullptr) return;
+    if (grad_kernel == nullptr) return;
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
       if (k >= taps) break;
       const V sum = block_sum(products[k]);
-      if (threadIdx.x == 0) parts[b * taps + taps - 1 - k] = sum;
+      if (threadIdx.x != 0) continue;
+      if (parts != nullptr) {
+        parts[int64_t{blockIdx.x} * taps + taps - 1 - k] = sum;
+      } else {
+        grad_kernel[taps - 1 - k] = static_cast<T>(sum);
+      }
     }
   }
 }
@@ -363,7 +371,7 @@ struct Layout {
   template <class V>
   static Layout of(const Sizes& sizes) {
     Layout layout;
-    const int64_t n = sizes.width, bytes = (2 * (n + sizes.taps) + sizes.taps) * sizeof(V);
+    const int64_t n = sizes.width, bytes = (2 * (n + sizes.taps) + sizes.taps + 4) / 4 * 4 * sizeof(V);
     if (n > kMostEach * kThreads || bytes > kShared) return layout;
     layout.each = n <= kThreads ? 1 : n <= 2 * kThreads ? 2 : 4;
     const int64_t few = std::is_same_v<V, double> ? 0 : kFew;
@@ -376,7 +384,7 @@ struct Layout {
   static constexpr int kMostEach = 4;
   int each = 0, taps = 0;  // The kernels' kEach, 0 for those of large sizes, and kTaps.
   int threads = kThreads;
-  size_t bytes = 0;
+  int64_t bytes = 0;
 };
 
 // Calls f with the constants that a layout stands for.
@@ -426,13 +434,16 @@ struct OnCuda {
       const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
       T* const to_x = static_cast<T*>(grad_x.mutable_data_ptr());
       T* const to_hidden = static_cast<T*>(grad_hidden.mutable_data_ptr());
+      T* const to_kernel = grad_kernel ? static_cast<T*>(grad_kernel->mutable_data_ptr()) : nullptr;
+      // Small rows together in one block save the launch that adds up partial results.
       const bool apart = layout.taps == 0;
-      constexpr int kWarps = kThreads / kWarp;
+      const bool alone = !apart && sizes.batch * layout.threads <= kThreads && sizes.batch * layout.bytes <= kShared;
+      const int rows_of_block = alone ? static_cast<int>(sizes.batch) : 1;
       const int64_t count = sizes.batch * sizes.steps;
-      const int64_t splits = apart ? std::min(ceil_div(count, kWarps), kSplits) : sizes.batch;
+      const int64_t splits = apart ? std::min(ceil_div(count, kThreads / kWarp), kSplits) : sizes.batch;
       std::optional<Tensor> memory;
       V* parts = nullptr;
-      if (grad_kernel) {
+      if (grad_kernel && !(alone && sizes.batch > 0)) {
         const int64_t bytes = splits * sizes.taps * static_cast<int64_t>(sizeof(V));
         memory = torch::stable::new_empty(*grad.tensor, {bytes}, torch::headeronly::ScalarType::Byte);
         parts = static_cast<V*>(memory->mutable_data_ptr());
@@ -442,22 +453,21 @@ struct OnCuda {
             backward_large_kernel<T>, sizes.batch, kThreads, 0, grads, states, weights, to_x, to_hidden, sizes.steps,
             sizes.width);
       } else {
-        dispatch<Wide<T>>(layout, [&]<int kTaps, int kEach>() {
+        dispatch<V>(layout, [&]<int kTaps, int kEach>() {
           launch(
-              backward_kernel<kTaps, kEach, T>, sizes.batch, layout.threads, layout.bytes, grads, states, weights, to_x,
-              to_hidden, parts, sizes.steps, static_cast<int>(sizes.width));
+              backward_kernel<kTaps, kEach, T>, sizes.batch / std::max(rows_of_block, 1),
+              layout.threads * rows_of_block, layout.bytes * rows_of_block, grads, states, weights, to_x, to_hidden,
+              parts, to_kernel, sizes.steps, static_cast<int>(sizes.width), rows_of_block);
         });
       }
-      if (!grad_kernel) return;
+      if (parts == nullptr) return;
       if (apart) {
         launch(
             products_kernel<T>, splits * ceil_div(sizes.taps, kProducts), kThreads, 0, to_x, states, parts, splits,
             count, sizes.steps, sizes.width, sizes.taps);
       }
-      launch(
-          finish_kernel<T>, sizes.taps,
-          static_cast<int>(std::clamp<int64_t>(ceil_div(splits, kWarp) * kWarp, kWarp, kThreads)), 0, parts,
-          static_cast<T*>(grad_kernel->mutable_data_ptr()), splits, sizes.taps);
+      const int threads = static_cast<int>(std::clamp<int64_t>(ceil_div(splits, kWarp) * kWarp, kWarp, kThreads));
+      launch(finish_kernel<T>, sizes.taps, threads, 0, parts, to_kernel, splits, sizes.taps);
     });
   }
 };

@@ -74,6 +74,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], args: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, args)
 
 
+def longer(args: Args, times: int) -> Args:
+    """Each tensor a number of times as long in its first dimension."""
+    return map_tensors(lambda t: torch.cat([t] * times), args)
+
+
 def once(t: Tensor) -> Tensor:
     """t without its broadcast dimensions' repetitions."""
     return t[tuple(slice(1) if stride == 0 and size else slice(None) for size, stride in zip(t.shape, t.stride()))]
@@ -319,13 +324,13 @@ class Contract:
                     torch.testing.assert_close(got, want)
         if dynamic:
             torch._dynamo.reset()
-            grown = op.grown
-            if grown is None:
-                grown = lambda args, times: map_tensors(lambda t: torch.cat([t] * times), args)  # noqa: E731
-                samples = [a for a in samples if all(t.shape[:1] == (len(tensors(a)[0]),) for t in tensors(a))]
+            grown = op.grown or longer
+            args = next(
+                a for a in samples if op.grown or all(t.shape[:1] == tensors(a)[0].shape[:1] for t in tensors(a))
+            )
             with torch._dynamo.config.patch(error_on_recompile=True):
                 for times in (1, 2, 3):
-                    run(op, compiled, grown(samples[0], times))
+                    run(op, compiled, grown(args, times))
 
     def test_errors(self, device):
         """The documented error from the real and from the fake kernel, with all arguments left as they were."""

@@ -157,7 +157,7 @@ def _backward_fake(grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool = 
 def _setup_context(ctx, inputs, output: Tensor) -> None:
     _, kernel, hidden = inputs
     ctx.save_for_backward(output, kernel)
-    ctx.hidden_shape = hidden.shape
+    ctx.hidden_dim = hidden.dim()
 
 
 def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,11 +167,9 @@ def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_kernel, grad_hidden = call_handle(_backward_no_grad, grad, y, kernel, needs_kernel)
     else:
         grad_x, grad_kernel, grad_hidden = _backward(grad, y, kernel, needs_kernel)
-    return (
-        grad_x if needs_x else None,
-        grad_kernel if needs_kernel else None,
-        grad_hidden.view(ctx.hidden_shape) if needs_hidden else None,
-    )
+    if ctx.hidden_dim == 3:
+        grad_hidden = grad_hidden[:, None]
+    return grad_x if needs_x else None, grad_kernel if needs_kernel else None, grad_hidden if needs_hidden else None
 
 
 class _ConvRNN(torch.autograd.Function):
