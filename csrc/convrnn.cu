@@ -13,6 +13,8 @@
 // products_kernel makes the partial results.
 #include "convrnn.h"
 
+#include <optional>
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -23,6 +25,7 @@ namespace extension_cpp {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 512, kProducts = 8;
+constexpr int kForwardThreads = 1024;   // which has fewer registers for each, and needs fewer
 constexpr unsigned kAll = 0xffffffff;   // lanes
 constexpr int64_t kShared = 48 * 1024;  // bytes that every device has without being asked
 constexpr int kExact = 3, kFew = 8;
@@ -40,7 +43,7 @@ using Wide = typename Compute<T>::type;
 
 // How many steps ahead a thread loads its kEach elements: as many as there are registers for, and even.
 template <class T, int kEach>
-constexpr int kAheadOf = std::min<int>(8, 64 / (kEach * sizeof(Wide<T>)));
+constexpr int kAheadOf = std::clamp<int>(128 / (kEach * kEach * sizeof(Wide<T>)), 2, 8);
 
 // Where element i of a state is in shared memory, where the state's ends are repeated before and after it: an element
 // at an end is there twice (never three times, as K <= H), others are written twice to the same place, which is cheaper
@@ -66,6 +69,12 @@ __device__ __forceinline__ T* advance(T* pointer, int64_t bytes) {
   return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(pointer)) + bytes);
 }
 
+// What tanh's slope is where its value is h.
+template <class V>
+__device__ __forceinline__ V slope_at(V h) {
+  return (1 - h) * (1 + h);
+}
+
 // The sum over a block, in a fixed order; in thread 0.
 template <class V>
 __device__ V block_sum(V value) {
@@ -83,7 +92,7 @@ __device__ V block_sum(V value) {
 // number of them in shared memory. A thread has kEach elements of the state, blockDim.x apart; beyond the end it reads
 // what the last element's thread does, and writes nothing.
 template <int kTaps, int kEach, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kForwardThreads, 1)
     forward_kernel(Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int n) {
   using V = Wide<T>;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -159,12 +168,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// As forward_kernel, back in time, with the weights in reverse; and a block has one or more rows. `parts`: for each block
-// and tap, the sum of its products; null where there is but one block, whose sums are the gradient of the kernel.
+// As forward_kernel, back in time, with the weights in reverse; and a block has one or more rows. `parts`: for each
+// block and tap, the sum of its products; null where there is but one block, whose sums are the gradient of the kernel.
 template <int kTaps, int kEach, class T>
-__global__ void __launch_bounds__(kThreads) backward_kernel(
-    Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, Wide<T>* parts,
-    T* grad_kernel, int64_t steps, int n, int rows) {
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(
+    Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, Wide<T>* parts, T* grad_kernel,
+    int64_t steps, int n, int rows) {
   using V = Wide<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kAhead = kAheadOf<T, kEach>;
@@ -185,13 +194,14 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
       all_weights[k] = static_cast<V>(kernel.data[(taps - 1 - k) * kernel.stride]);
     }
   }
-  const int64_t b = int64_t{blockIdx.x} * rows + row, grad_step = grad.time * sizeof(T), y_step = y.time * sizeof(T), x_step = n * sizeof(T);
+  const int64_t b = int64_t{blockIdx.x} * rows + row, grad_step = grad.time * sizeof(T), y_step = y.time * sizeof(T),
+                x_step = n * sizeof(T);
   int at[kEach];
   Place place[kEach];
   const auto is_active = [&](int j) { return thread + j * threads < n; };
   const T *from[kEach], *states[kEach];
   T *to[kEach], grads_ahead[kAhead][kEach], states_ahead[kAhead][kEach];
-  V state[kEach], from_later[kEach];
+  V slope[kEach], from_later[kEach];  // slope: 1 - h_t^2
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = thread + j * threads;
@@ -200,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
     from[j] = grad.row(b, steps) + at[j] * grad.along;
     states[j] = y.row(b, steps) + at[j] * y.along;
     to[j] = grad_x + (b + 1) * steps * n + i;
-    state[j] = static_cast<V>(*states[j]);
+    slope[j] = slope_at(static_cast<V>(*states[j]));
     from_later[j] = 0;
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) {
@@ -219,14 +229,13 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
       V earlier[kEach];
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
-        const V slope = (1 - state[j]) * (1 + state[j]);
-        const T delta = static_cast<T>((static_cast<V>(grads_ahead[d][j]) + from_later[j]) * slope);
-        earlier[j] = static_cast<V>(states_ahead[d][j]);
-        state[j] = earlier[j];
-        from_later[j] = 0;
+        const T delta = static_cast<T>((static_cast<V>(grads_ahead[d][j]) + from_later[j]) * slope[j]);
         place[j].put(ring, static_cast<V>(delta));
         to[j] = advance(to[j], -x_step);
         if (is_active(j)) *to[j] = delta;
+        earlier[j] = static_cast<V>(states_ahead[d][j]);
+        slope[j] = slope_at(earlier[j]);
+        from_later[j] = 0;
       }
       __syncthreads();
       if constexpr (kTaps > 0) {
@@ -278,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(
 
 // Any size: the last state is read where it was written. A block's barrier is one for its writes to y, too.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     forward_large_kernel(Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int64_t n) {
   using V = Wide<T>;
   const int64_t b = blockIdx.x, before = kernel.taps / 2;
@@ -299,7 +308,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) backward_large_kernel(
+__global__ void __launch_bounds__(kThreads, 1) backward_large_kernel(
     Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, int64_t steps, int64_t n) {
   using V = Wide<T>;
   const int64_t b = blockIdx.x, before = kernel.taps - 1 - kernel.taps / 2;
@@ -319,7 +328,7 @@ __global__ void __launch_bounds__(kThreads) backward_large_kernel(
         grad_hidden[b * n + i] = static_cast<T>(sum);
       } else {
         const V h = static_cast<V>(y.row(b, t)[i * y.along]);
-        to[i] = static_cast<T>(sum * ((1 - h) * (1 + h)));
+        to[i] = static_cast<T>(sum * slope_at(h));
       }
     }
   }
@@ -328,7 +337,7 @@ __global__ void __launch_bounds__(kThreads) backward_large_kernel(
 // parts[s, k]: the sum of d[m - k + p] h[m] over every `splits`-th row by batch and time from s on. A warp takes a row,
 // a block kProducts taps.
 template <class T>
-__global__ void __launch_bounds__(kThreads) products_kernel(
+__global__ void __launch_bounds__(kThreads, 1) products_kernel(
     const T* grad_x, Rows<const T> y, Wide<T>* parts, int64_t splits, int64_t count, int64_t steps, int64_t n,
     int64_t taps) {
   using V = Wide<T>;
@@ -358,7 +367,7 @@ __global__ void __launch_bounds__(kThreads) products_kernel(
 
 // A block a tap.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     finish_kernel(const Wide<T>* parts, T* grad_kernel, int64_t count, int64_t taps) {
   double sum = 0;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += parts[i * taps + blockIdx.x];
@@ -366,48 +375,49 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) grad_kernel[blockIdx.x] = static_cast<T>(static_cast<Wide<T>>(total));
 }
 
-// How the state lies on a block.
+// How the state lies on a block of at most kMostThreads, of which each has at most kMostEach elements.
+template <class V, int kMostThreads, int kMostEach>
 struct Layout {
-  template <class V>
-  static Layout of(const Sizes& sizes) {
-    Layout layout;
-    const int64_t n = sizes.width, bytes = (2 * (n + sizes.taps) + sizes.taps + 4) / 4 * 4 * sizeof(V);
-    if (n > kMostEach * kThreads || bytes > kShared) return layout;
-    layout.each = n <= kThreads ? 1 : n <= 2 * kThreads ? 2 : 4;
-    const int64_t few = std::is_same_v<V, double> ? 0 : kFew;
-    layout.taps = few && sizes.taps == kExact ? kExact : sizes.taps <= few ? kFew : 0;
-    layout.threads = static_cast<int>(ceil_div(ceil_div(n, layout.each), kWarp) * kWarp);
-    layout.bytes = bytes;
-    return layout;
+  explicit Layout(const Sizes& sizes) {
+    const int64_t n = sizes.width;
+    bytes = (2 * (n + sizes.taps) + sizes.taps + 4) / 4 * 4 * sizeof(V);
+    if (n > kMostEach * kMostThreads || bytes > kShared) return;
+    each = n <= kMostThreads ? 1 : n <= 2 * kMostThreads ? 2 : 4;
+    taps = kHasFew && sizes.taps == kExact ? kExact : kHasFew && sizes.taps <= kFew ? kFew : 0;
+    threads = static_cast<int>(ceil_div(ceil_div(n, each), kWarp) * kWarp);
   }
 
-  static constexpr int kMostEach = 4;
-  int each = 0, taps = 0;  // The kernels' kEach, 0 for those of large sizes, and kTaps.
-  int threads = kThreads;
-  int64_t bytes = 0;
-};
+  // Calls f with the constants that this stands for.
+  template <class F>
+  void dispatch(F f) const {
+    if (each == 1) return with_each<1>(f);
+    if constexpr (kMostEach >= 4) {
+      if (each == 4) return with_each<4>(f);
+    }
+    with_each<2>(f);
+  }
 
-// Calls f with the constants that a layout stands for.
-template <class V, class F>
-void dispatch(const Layout& layout, F f) {
-  auto with_each = [&]<int kEach>() {
-    if constexpr (!std::is_same_v<V, double>) {  // which would take as much code as the others together
-      if (layout.taps == kExact) return f.template operator()<kExact, kEach>();
-      if (layout.taps == kFew) return f.template operator()<kFew, kEach>();
+  template <int kEach, class F>
+  void with_each(F f) const {
+    if constexpr (kHasFew) {
+      if (taps == kExact) return f.template operator()<kExact, kEach>();
+      if (taps == kFew) return f.template operator()<kFew, kEach>();
     }
     f.template operator()<0, kEach>();
-  };
-  if (layout.each == 1) return with_each.template operator()<1>();
-  if (layout.each == 2) return with_each.template operator()<2>();
-  with_each.template operator()<4>();
-}
+  }
+
+  static constexpr bool kHasFew = sizeof(V) == 4;  // In float64 they would take as much code as all others together.
+  int each = 0, taps = 0;                          // The kernels' kEach, 0 for those of any size, and kTaps.
+  int threads = kThreads;
+  int64_t bytes;
+};
 
 struct OnCuda {
   static void forward(
       const char* op, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
     Launch launch(op, x);
     dispatch_floating_cuda(x.dtype, [&]<class T>(T) {
-      const auto layout = Layout::of<Wide<T>>(sizes);
+      const Layout<Wide<T>, kForwardThreads, 2> layout(sizes);
       const Rows<const T> from = rows<T>(x), first = rows<T>(hidden);
       const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
       T* const to = static_cast<T*>(y.mutable_data_ptr());
@@ -415,7 +425,7 @@ struct OnCuda {
         return launch(
             forward_large_kernel<T>, sizes.batch, kThreads, 0, from, weights, first, to, sizes.steps, sizes.width);
       }
-      dispatch<Wide<T>>(layout, [&]<int kTaps, int kEach>() {
+      layout.dispatch([&]<int kTaps, int kEach>() {
         launch(
             forward_kernel<kTaps, kEach, T>, sizes.batch, layout.threads, layout.bytes, from, weights, first, to,
             sizes.steps, static_cast<int>(sizes.width));
@@ -429,23 +439,27 @@ struct OnCuda {
     Launch launch(op, grad);
     dispatch_floating_cuda(grad.dtype, [&]<class T>(T) {
       using V = Wide<T>;
-      const auto layout = Layout::of<V>(sizes);
+      const Layout<V, kThreads, 4> layout(sizes);
       const Rows<const T> grads = rows<T>(grad), states = rows<T>(y);
       const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
       T* const to_x = static_cast<T*>(grad_x.mutable_data_ptr());
       T* const to_hidden = static_cast<T*>(grad_hidden.mutable_data_ptr());
-      T* const to_kernel = grad_kernel ? static_cast<T*>(grad_kernel->mutable_data_ptr()) : nullptr;
-      // Small rows together in one block save the launch that adds up partial results.
-      const bool apart = layout.taps == 0;
-      const bool alone = !apart && sizes.batch * layout.threads <= kThreads && sizes.batch * layout.bytes <= kShared;
-      const int rows_of_block = alone ? static_cast<int>(sizes.batch) : 1;
+      T* to_kernel = grad_kernel ? static_cast<T*>(grad_kernel->mutable_data_ptr()) : nullptr;
       const int64_t count = sizes.batch * sizes.steps;
+      if (to_kernel && count == 0) {
+        launch.zero(to_kernel, sizes.taps * sizeof(T));
+        to_kernel = nullptr;
+      }
+      const bool apart = layout.taps == 0;
+      // Few and short rows have a block together, which saves the launch that adds up partial results.
+      const bool alone =
+          !apart && count > 0 && sizes.batch * layout.threads <= kThreads && sizes.batch * layout.bytes <= kShared;
+      const int rows_of_block = alone ? static_cast<int>(sizes.batch) : 1;
       const int64_t splits = apart ? std::min(ceil_div(count, kThreads / kWarp), kSplits) : sizes.batch;
       std::optional<Tensor> memory;
       V* parts = nullptr;
-      if (grad_kernel && !(alone && sizes.batch > 0)) {
-        const int64_t bytes = splits * sizes.taps * static_cast<int64_t>(sizeof(V));
-        memory = torch::stable::new_empty(*grad.tensor, {bytes}, torch::headeronly::ScalarType::Byte);
+      if (to_kernel && !alone) {
+        memory = empty_contiguous<1>(grad, {splits * sizes.taps * static_cast<int64_t>(sizeof(V) / sizeof(T))});
         parts = static_cast<V*>(memory->mutable_data_ptr());
       }
       if (layout.each == 0) {
@@ -453,11 +467,11 @@ struct OnCuda {
             backward_large_kernel<T>, sizes.batch, kThreads, 0, grads, states, weights, to_x, to_hidden, sizes.steps,
             sizes.width);
       } else {
-        dispatch<V>(layout, [&]<int kTaps, int kEach>() {
+        layout.dispatch([&]<int kTaps, int kEach>() {
           launch(
-              backward_kernel<kTaps, kEach, T>, sizes.batch / std::max(rows_of_block, 1),
-              layout.threads * rows_of_block, layout.bytes * rows_of_block, grads, states, weights, to_x, to_hidden,
-              parts, to_kernel, sizes.steps, static_cast<int>(sizes.width), rows_of_block);
+              backward_kernel<kTaps, kEach, T>, sizes.batch / rows_of_block, layout.threads * rows_of_block,
+              layout.bytes * rows_of_block, grads, states, weights, to_x, to_hidden, parts, to_kernel, sizes.steps,
+              static_cast<int>(sizes.width), rows_of_block);
         });
       }
       if (parts == nullptr) return;
