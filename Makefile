@@ -1,5 +1,5 @@
 # Each target makes what it needs, in .venv and .venv-conda. From outside: PYTHON and TORCH pick what those are made of,
-# VARIANT and CHANNEL what `package` builds and against what; setup.py lists the variables of the build.
+# VARIANT and CHANNEL what `package` builds and against what; extension_cpp/_build.py lists the variables of the build.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -20,8 +20,9 @@ $(VENV)/.ready: pyproject.toml
 build: $(VENV)/.ready
 	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
+# By file, as tests of one file share what they build.
 test: build lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # The conda engine has an environment of its own: it needs no torch.
 $(CONDA)/.ready: pyproject.toml

@@ -88,6 +88,21 @@ def forward(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
     )
 
 
+def cached(dtype: torch.dtype, log2: int) -> Case:
+    """The same inputs again and again, as a program's next step finds them: declared bytes would make inputs rotate."""
+    return Case(
+        "mymuladd",
+        "cpu",
+        peers("cpu", dtype),
+        vectors("cpu", dtype, 2**log2, 2),
+        mymuladd_reference,
+        kind="forward from the cache",
+        dtype=dtype,
+        size=f"2^{log2}",
+        operations=2 * 2**log2,
+    )
+
+
 def training(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
     n = 2**log2
 
@@ -187,6 +202,8 @@ def cases(device: str) -> Iterator[Case]:
     for dtype in DTYPES:
         for log2 in SIZES[device]:
             yield from forward(device, dtype, log2)
+        if device == "cpu":
+            yield cached(dtype, 20)
         for log2 in SIZES[device][-2:] if device == "cpu" else SIZES[device]:
             yield from training(device, dtype, log2)
         yield from layouts(device, dtype)

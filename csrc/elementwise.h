@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "check.h"
+#include "huge_pages.h"
 
 namespace extension_cpp {
 
@@ -197,10 +198,14 @@ std::array<Tensor, kOut> allocate_outputs(const char* op, const std::array<View,
   } else {
     detail::collapse_dims(shape, strides, perm, loop);
   }
-  return [&]<size_t... I>(std::index_sequence<I...>) {
+  const auto outputs = [&]<size_t... I>(std::index_sequence<I...>) {
     return std::array<Tensor, kOut>{
         (static_cast<void>(I), empty_strided_like(first, shape.dims, strides[I], shape.ndim))...};
   }(std::make_index_sequence<kOut>());
+  if (first.device_type == aoti_torch_device_type_cpu()) {
+    for (const Tensor& out : outputs) ask_for_huge_pages(out);
+  }
+  return outputs;
 }
 
 // The loop over given operands: an output, which has the shape that the inputs broadcast to, and the inputs.

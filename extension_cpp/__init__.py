@@ -4,15 +4,26 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 ``torch.ops.extension_cpp.<name>``. ``extension_cpp.nn`` has modules made of them.
 """
 
-from extension_cpp import _loader
+from typing import Any
+
+from extension_cpp import _loader, jit
 from extension_cpp._version import __version__
 
 # `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be imported.
 load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
 """Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
 
-if not _loader.is_program():
+__all__ = ["__version__", "jit", "load_errors"]
+
+if _loader.libraries:
     from extension_cpp import nn, ops  # The schemas must be there first.
     from extension_cpp.ops import *  # noqa: F403
 
-    __all__ = ["__version__", "load_errors", "nn", "ops", *ops.__all__]
+    __all__ += ["nn", "ops", *ops.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    """Of a checkout that was not compiled nothing is there but jit."""
+    if "_C" in load_errors and not name.startswith("_"):
+        raise ImportError(load_errors["_C"])
+    raise AttributeError(f"module 'extension_cpp' has no attribute '{name}'")

@@ -8,6 +8,7 @@ CUDA tensors run their PyTorch reference.
 
 import ctypes
 import importlib
+import os
 import platform
 import re
 import struct
@@ -16,6 +17,12 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 MINIMUM_TORCH = (2, 10)
+
+libraries: dict[str, Path] = {}
+"""What was loaded, and from where."""
+
+just_in_time = os.environ.get("EXTENSION_CPP_JIT", "0") not in ("", "0")
+"""Whether the sources are compiled and loaded, be there compiled libraries or not."""
 
 
 def is_program() -> bool:
@@ -38,11 +45,17 @@ def load() -> dict[str, str]:
         found = f"{torch.__version__} in {Path(torch.__file__).parent}"
         how = "pip install -U torch, or conda install -c conda-forge 'pytorch>=2.10'"
         raise ImportError(f"extension_cpp needs PyTorch >= 2.10, found {found}: {how}")
+    if just_in_time:
+        from extension_cpp import jit
+
+        return jit.load_package()
     try:
         for library in FOLDER.glob("_C.*"):
             check_complete(library)
-        importlib.import_module("extension_cpp._C")
+        libraries["_C"] = Path(str(importlib.import_module("extension_cpp._C").__file__))
     except ImportError as error:
+        if not any(FOLDER.glob("_C.*")) and (FOLDER.parent / "csrc" / "module.cpp").exists():
+            return {"_C": explain(error, torch)}  # A checkout, which extension_cpp.jit can compile.
         raise ImportError(explain(error, torch)) from error
     if torch.version.cuda is None:
         return {}
@@ -54,6 +67,7 @@ def load() -> dict[str, str]:
         check_complete(library)
         check_driver(library)
         torch.ops.load_library(library)
+        libraries["_C_cuda"] = library
     except (ImportError, OSError) as error:
         return {"_C_cuda": f"_C_cuda.so can't serve under torch {torch.__version__}: {error.__cause__ or error}"}
     return {}
@@ -104,7 +118,8 @@ def explain(error: ImportError, torch) -> str:
     return f"""extension_cpp could not load its library _C: {error}
 This is Python {platform.python_version()} ({sys.executable}), torch {torch.__version__}, {platform.platform()}.
 Likely causes:
-  - not compiled: {FOLDER} has {there}. In a source checkout: pip install -e . --no-build-isolation
+  - not compiled: {FOLDER} has {there}. In a source checkout: pip install -e . --no-build-isolation,
+    or extension_cpp.jit.load(), or EXTENSION_CPP_JIT=1 in the environment
   - 'undefined symbol': the library wants a newer torch than {torch.__version__}, or torch is damaged; reinstall both
   - 'GLIBC_... not found': the C library here ({libc}) is older than the one that extension_cpp was built for
   - 'invalid ELF header', 'file too short', 'damaged': a package of another platform, or a damaged one; reinstall it"""

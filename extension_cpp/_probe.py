@@ -52,7 +52,7 @@ def main() -> None:
             tell(error=f"{type(error).__name__}: {error}")
         else:
             tell(load_errors=extension_cpp.load_errors, backends=backends(torch, extension_cpp))
-            tell(openmp=mapped(r"lib(gomp|iomp5|omp)\b"), library=sys.modules["extension_cpp._C"].__file__)
+            tell(openmp=mapped(r"lib(gomp|iomp5|omp)\b"), library=str(extension_cpp._loader.libraries["_C"]))
         if torch.version.cuda:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -1,5 +1,8 @@
 """mymuladd, mymul and myadd_out: the contract, and what is particular to them."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from contract import DEVICES, FLOATING, Contract, Operator, same_bits, significant_strides
@@ -343,3 +346,19 @@ class TestEverywhere:
 def available_memory() -> float:
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+def test_huge_pages_under_a_large_result():
+    """Where Linux gives them to who asks; without, the first touches of a large result take longer than all else."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this system has no transparent huge pages")
+    result = extension_cpp.mymul(torch.ones(2**24), torch.ones(1))
+    inside = result.data_ptr() + 2**22
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    for mapping in mappings[1:]:
+        begin, end = (int(address, 16) for address in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= inside < end:
+            assert "hg" in re.search(r"VmFlags:(.*)", mapping)[1].split()
+            return
+    pytest.fail("no mapping holds the result")

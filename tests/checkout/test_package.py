@@ -447,3 +447,22 @@ class TestEnvironment:
         (by_pip,) = (spec["pip"] for spec in environment["dependencies"] if isinstance(spec, dict))
         pyproject = (ROOT / "pyproject.toml").read_text()
         assert all(f'"{name}' in pyproject for name in by_pip)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_just_in_time_under_a_cuda_torch(packages, tmp_path):
+    """What the package carries of its sources: an example for CPU and CUDA, and the package's own operators in its place."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    variables = {"PATH": path, "TORCH_EXTENSIONS_DIR": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "9.0"}
+    interpreter = ROOT / "dist" / "env" / "cuda130" / "bin" / "python"
+
+    def run(*arguments: str, **more: str) -> str:
+        env = {**os.environ, **variables, **more}
+        done = subprocess.run([interpreter, *arguments], cwd="/", env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "kernels for CPU and CUDA" in run(str(ROOT / "examples" / "jit" / "load_cuda.py"))
+    show = "import extension_cpp; print(*extension_cpp._loader.libraries.values(), extension_cpp.load_errors)"
+    libraries, errors = run("-c", show, EXTENSION_CPP_JIT="1").strip().rsplit(" ", 1)
+    assert libraries.count(str(tmp_path)) == 2 and "_C_cuda.so" in libraries and errors == "{}"

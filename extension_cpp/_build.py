@@ -1,0 +1,141 @@
+"""How the sources are compiled: flags, architectures and ninja's file, for setup.py and extension_cpp.jit alike.
+
+Needs nothing but the standard library to be imported: setup.py loads this file where the package can't be imported yet.
+Read from the environment:
+
+USE_CUDA               1: compile for CUDA, 0: don't; unset: do where nvcc is found
+CUDA_HOME              where to look for bin/nvcc before PATH
+TORCH_CUDA_ARCH_LIST   "8.0;9.0+PTX"; its default covers Turing to Blackwell
+DEBUG                  1: no optimisation, with debug information
+MAX_JOBS               how many files to compile at a time
+CXX CXXFLAGS LDFLAGS   the compiler and flags to add
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+
+ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
+
+
+class BuildError(RuntimeError):
+    """What the compilation lacks, or what the compiler said."""
+
+
+def find_nvcc() -> tuple[str | None, str]:
+    """The path of nvcc, or None for a build without CUDA, and why."""
+    wanted = os.environ.get("USE_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise BuildError(f"USE_CUDA must be 0 or 1, got {wanted!r}")
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    if wanted == "1" and not nvcc:
+        raise BuildError(
+            f"USE_CUDA=1 needs nvcc, and there is none {f'in {home}/bin' if home else 'on PATH'}: install "
+            "the CUDA toolkit 12.8 or newer (conda install -c conda-forge cuda-nvcc cuda-cudart-dev) or set CUDA_HOME"
+        )
+    if wanted == "0":
+        return None, "USE_CUDA=0"
+    return nvcc, f"nvcc is {nvcc}" if nvcc else "no nvcc on PATH; USE_CUDA=1 makes that an error"
+
+
+def architecture_flags(default: str = ARCHITECTURES) -> list[str]:
+    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST, and the list itself for the library to tell."""
+    architectures = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or default)
+    flags = [f"-DEXTENSION_CPP_ARCHITECTURES={'/'.join(architectures)}"]
+    for arch in architectures:
+        match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", arch)
+        if not match:
+            raise BuildError(f'TORCH_CUDA_ARCH_LIST must be like "8.0;9.0+PTX", got {arch!r} in it')
+        number = match[1] + match[2]
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[3]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def rules(nvcc: str | None, includes: Iterable[str], default_architectures: str = ARCHITECTURES) -> dict[str, str]:
+    """The commands of ninja's file, by name: cxx and nvcc compile a file, link_cxx and link_nvcc make a library."""
+    from torch.utils import cpp_extension  # Only to learn where torch's headers and libraries are.
+
+    debug = os.environ.get("DEBUG", "0") not in ("", "0")
+    include, library = cpp_extension.include_paths()[0], cpp_extension.library_paths()[0]
+    # No path of this machine gets into the libraries: messages name csrc/... and include/torch/...
+    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0"]
+    host += [f"-ffile-prefix-map={include}=include"] if " " not in include else []  # nvcc can't pass a space on
+    optimise = "-O0" if debug else "-O3"
+    common = ["-std=c++20", "-isystem", include, *STABLE_ABI]
+    headers = [flag for path in includes for flag in ("-isystem", path)]
+    cxx = shlex.split(os.environ.get("CXX", "c++"))
+    # Through libtorch.so, libtorch_cuda.so comes into scope at load time; a CPU build of torch has no such file.
+    # A build ID would hash the paths of this build, which nothing else in the file depends on.
+    plain = [] if debug else ["-Wl,-s", "-Wl,--build-id=none"]
+    # libstdc++ comes first: PyTorch's wheels export some of its newer symbols, without the version to be recorded here.
+    torch = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
+    output = "-MMD -MF $out.d -c $in -o $out"
+    env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
+    commands = {
+        # Conda's flags have -O2, with which GCC leaves most of the kernels' loops as they are: the last one counts.
+        "cxx": f"{shlex.join([*cxx, *common, *host, *headers])} {env['CXXFLAGS']} {optimise} {output}",
+        "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(torch)} {env['LDFLAGS']}",
+    }
+    if nvcc:
+        # conda-forge's nvcc brings its own host compiler in these flags.
+        given = "-ccbin" in os.environ.get("NVCC_PREPEND_FLAGS", "")
+        compiler = [nvcc, *([] if given else ["-ccbin", cxx[0]])]
+        device = [optimise, *architecture_flags(default_architectures), "--threads=2", "-DUSE_CUDA"]
+        device += ["-G"] if debug else ["--compress-mode=size"]
+        wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
+        linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
+        # nvcc makes the names of internal symbols from a random number and the folder; made from the file's name alone,
+        # they are the same in every build.
+        names = "--frandom-seed=$in -Xcudafe --orig_src_path_name=$in"
+        commands["nvcc"] = f"{shlex.join([*compiler, *common, *device, *wrapped, *headers])} {names} {output}"
+        commands["link_nvcc"] = (
+            f"{shlex.join(compiler)} -shared -cudart=static --no-device-link $in -o $out {shlex.join(linked)}"
+        )
+    return commands
+
+
+def escaped(path: Path | str) -> str:
+    """As ninja's file wants it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def write_ninja(
+    file: Path, commands: Mapping[str, str], libraries: Mapping[str, Iterable[str]], folder: str = ""
+) -> None:
+    """Write what makes `libraries`, each from its sources, .cpp or .cu, into `folder`."""
+    prefix = f"{escaped(folder)}/" if folder else ""
+    lines = [f"builddir = {escaped(folder) or '.'}"]
+    for name, command in commands.items():
+        lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
+        lines += [] if name.startswith("link") else ["  depfile = $out.d", "  deps = gcc"]
+    for library, sources in libraries.items():
+        objects = {f"{prefix}{escaped(Path(source).name)}.o": source for source in sources}
+        compiler = "nvcc" if any(source.endswith(".cu") for source in objects.values()) else "cxx"
+        lines += [f"build {obj}: {compiler} {escaped(source)}" for obj, source in objects.items()]
+        lines += [f"build {prefix}{escaped(library)}: link_{compiler} {' '.join(objects)}"]
+    text = "\n".join(lines) + "\n"
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+
+
+def run_ninja(file: Path, folder: Path) -> Generator[str]:
+    """Compile what has changed; yields ninja's lines and the compilers' as they come. Raises BuildError at the end."""
+    jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+    command = ["ninja", *jobs, "-f", str(file)]
+    try:
+        ninja = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except FileNotFoundError:
+        raise BuildError("the build needs ninja: pip install ninja") from None
+    with ninja:
+        assert ninja.stdout
+        yield from ninja.stdout
+    if ninja.returncode:
+        raise BuildError("the compilation failed; the compiler's own message is above")

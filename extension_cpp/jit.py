@@ -1,0 +1,188 @@
+"""Compiles operators just in time: this package's own sources, or yours with the same flags and headers.
+
+For those who develop a kernel, and for machines that no package was built for. Needs a C++20 compiler and ninja, for CUDA
+nvcc as well. What was compiled is kept in a cache, so that the next process only loads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+
+import extension_cpp
+from extension_cpp import _build, _loader
+from extension_cpp._build import BuildError
+
+__all__ = ["BuildError", "load", "source_folder"]
+
+_loaded: dict[Path, bytes] = {}
+
+
+def load(*sources: str | os.PathLike, name: str | None = None) -> None:
+    """Compile and load operators, or only load them where nothing has changed since they were compiled.
+
+    Without arguments: the operators of this package, from its own sources, where it was imported without being compiled.
+    Where compiled libraries are installed, ``EXTENSION_CPP_JIT=1`` in the environment, before the import, lets those that
+    are compiled just in time take their place.
+
+    Args:
+        sources: ``.cpp`` and ``.cu`` files that register operators of yours, on the LibTorch stable ABI. They can include
+            this package's headers, ``check.h``, ``launch.cuh`` and so on. The ``.cpp`` files make one library, the ``.cu``
+            files another, which is left out where torch was built without CUDA.
+        name: what the libraries are called; the name of the first source by default.
+
+    The cache is in ``TORCH_EXTENSIONS_DIR``, else in ``~/.cache/extension_cpp``: a folder for each set of sources, flags,
+    compilers and versions of torch and CUDA. In it only what has changed is compiled again, by one process at a time.
+    GPUs are compiled for that are in the machine; ``TORCH_CUDA_ARCH_LIST`` names others. ``USE_CUDA``, ``CUDA_HOME``,
+    ``DEBUG``, ``MAX_JOBS``, ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` mean what they mean for ``pip install .``.
+
+    Raises:
+        BuildError: if a compiler or ninja is missing, or with the compiler's message if it finds an error.
+        RuntimeError: if the operators are registered already, which a process can do once.
+
+    Example:
+        >>> extension_cpp.jit.load("scale.cpp", "scale.cu")
+        >>> torch.ops.my_ops.scale(torch.ones(3), 2.0)
+        tensor([2., 2., 2.])
+    """
+    if sources:
+        paths = [Path(source).resolve() for source in sources]
+        for path in paths:
+            if path.suffix not in (".cpp", ".cu"):
+                raise ValueError(f"extension_cpp.jit.load: sources must be .cpp and .cu files, got {path}")
+            if not path.is_file():
+                raise FileNotFoundError(f"extension_cpp.jit.load: there is no file {path}")
+        for library in compile_libraries(paths, name or paths[0].stem):
+            load_once(library)
+        return
+    if _loader.libraries:
+        raise RuntimeError(
+            f"extension_cpp.jit.load: the operators are registered by {_loader.libraries['_C']}, and a process can register "
+            "them once; EXTENSION_CPP_JIT=1 before the import lets the sources take its place"
+        )
+    load_package()
+    _loader.just_in_time = True
+    importlib.reload(extension_cpp)
+
+
+def load_package() -> dict[str, str]:
+    """Compile and load this package's own libraries; return why one doesn't serve."""
+    folder = source_folder()
+    # module.cpp only makes a Python module of _C.
+    sources = [path for path in (*folder.glob("*.cpp"), *folder.glob("*.cu")) if path.name != "module.cpp"]
+    for library in compile_libraries(sorted(sources), "_C"):
+        load_once(library)
+        _loader.libraries[library.stem] = library
+    import torch
+
+    if torch.version.cuda and "_C_cuda" not in _loader.libraries:
+        return {"_C_cuda": f"compiled just in time without CUDA: {_build.find_nvcc()[1]}"}
+    return {}
+
+
+def source_folder() -> Path:
+    """csrc/ of a checkout, or the copy of it in the package."""
+    inside, beside = _loader.FOLDER / "csrc", _loader.FOLDER.parent / "csrc"
+    folder = inside if inside.is_dir() else beside
+    if not (folder / "module.cpp").exists():
+        raise BuildError(f"extension_cpp.jit.load: the sources are neither in {inside} nor in {beside}")
+    return folder
+
+
+def load_once(library: Path) -> None:
+    import torch
+
+    content = hashlib.sha256(library.read_bytes()).digest()
+    if _loaded.setdefault(library, content) != content:
+        raise RuntimeError(
+            f"extension_cpp.jit.load: {library.name} was loaded, has been compiled anew since, and a process can register "
+            "operators once; start Python again"
+        )
+    torch.ops.load_library(library)
+
+
+def compile_libraries(sources: list[Path], name: str) -> list[Path]:
+    """The libraries of `sources`, compiled as far as the cache doesn't have them: of .cpp and, under CUDA, of .cu files."""
+    import filelock  # torch needs it too.
+    import torch
+
+    try:
+        nvcc, why_not = _build.find_nvcc()
+        cuda = bool(torch.version.cuda) and any(path.suffix == ".cu" for path in sources)
+        if cuda and not nvcc and not any(path.suffix == ".cpp" for path in sources):
+            raise BuildError(f"{sources[0].name} needs nvcc: {why_not}")
+        nvcc = nvcc if cuda else None
+        folder = source_folder()
+        commands = _build.rules(nvcc, [str(folder)], gpus() if nvcc else "")
+        compiler = commands["cxx"].split()[0]
+        if not shutil.which(compiler):
+            raise BuildError(f"there is no compiler {compiler}: install g++ 11 or newer, or set CXX")
+        libraries = {f"{name}.so": [str(path) for path in sources if path.suffix == ".cpp"]}
+        libraries |= {f"{name}_cuda.so": [str(path) for path in sources if path.suffix == ".cu"]} if nvcc else {}
+        libraries = {library: files for library, files in libraries.items() if files}
+        key = json.dumps(
+            [commands, libraries, torch.__version__, torch.version.cuda, [version(c) for c in (compiler, nvcc)]]
+        )
+        cache = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        cache.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(cache / "lock"):
+            _build.write_ninja(cache / "build.ninja", commands, libraries)
+            show(name, _build.run_ninja(cache / "build.ninja", cache))
+        return [cache / library for library in libraries]
+    except BuildError as error:
+        raise BuildError(f"extension_cpp.jit.load: {error}") from None
+
+
+def gpus() -> str:
+    """The architectures of the GPUs in this machine, as TORCH_CUDA_ARCH_LIST has them; the package's where there is none."""
+    from extension_cpp import _facts
+
+    facts = _facts.Facts()
+    _facts.read_gpus(facts)
+    return ";".join(sorted({gpu.arch for gpu in facts.gpus})) or _build.ARCHITECTURES
+
+
+def cache_folder() -> Path:
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "extension_cpp"
+
+
+def version(compiler: str | None) -> str:
+    """What tells a compiler from the one that is installed in its place: the time and size of its file."""
+    found = shutil.which(compiler) if compiler else None
+    return f"{os.stat(found).st_mtime_ns} {os.stat(found).st_size}" if found else ""
+
+
+def show(name: str, lines: Generator[str]) -> None:
+    """Show how far ninja is; raise BuildError with what the compiler said where it failed."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    said: list[str] = []
+    console = Console(stderr=True)
+    with closing(lines), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = None
+        try:
+            for line in lines:
+                step = re.match(r"\[(\d+)/(\d+)\] \w+ (.*)\n", line)
+                if not step:
+                    said.append(line)
+                    continue
+                done, total, made = int(step[1]), int(step[2]), Path(step[3]).name.removesuffix(".o")
+                if task is None:
+                    task = progress.add_task(f"compiling {name}")
+                progress.update(task, completed=done, total=total, description=f"compiled {made}")
+                if not console.is_terminal:
+                    console.print(f"extension_cpp.jit: compiled {made}, {done} of {total}")
+        except BuildError as error:
+            # Ninja says FAILED, the command, what the compiler said, and that it stopped.
+            failed = r"^FAILED: .*\n.*\n((?:(?!FAILED: |ninja: ).*\n)*)"
+            messages = re.findall(failed, "".join(said), flags=re.MULTILINE)
+            raise BuildError(f"the compiler found errors\n{''.join(messages)}" if messages else str(error)) from None

@@ -1,0 +1,181 @@
+"""Compiling just in time: the cache, what is said when it can't be done, and the examples, which run as they are."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import extension_cpp
+from extension_cpp import jit
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "jit"
+SCALED = str(torch.arange(6.0).reshape(2, 3).t() * 0.5)
+WITHOUT_EDITABLE = (
+    "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """One cache for all tests of this file that need no empty one."""
+    return tmp_path_factory.mktemp("a cache")
+
+
+@pytest.fixture
+def sources(tmp_path) -> Path:
+    """A copy of the sources and the Python files, as a checkout has them before it is compiled."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("csrc", "extension_cpp"):
+        shutil.copytree(ROOT / name, tmp_path / "a checkout" / name, ignore=ignored)
+    return tmp_path / "a checkout"
+
+
+def environment(cache: Path, **variables: str) -> dict[str, str]:
+    # The scripts of this environment first: its ninja is the one that pip installed.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    return {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": str(cache), **variables}
+
+
+def python(code: str, cache: Path, path: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"{WITHOUT_EDITABLE}\nsys.path.insert(0, {str(path)!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(cache, **variables))
+
+
+def run(script: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, script.name, *arguments]
+    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, env=environment(cache))
+
+
+@pytest.mark.parametrize("name", ["load_cpp.py", "load_cuda.py"])
+def test_examples(name, cache):
+    done = run(EXAMPLES / name, cache)
+    assert done.returncode == 0 and SCALED in done.stdout, done.stdout + done.stderr
+    if name == "load_cuda.py":
+        assert f"kernels for CPU{' and CUDA' if torch.version.cuda else ''}" in done.stdout
+
+
+def test_example_through_setuptools(cache, tmp_path):
+    folder = Path(shutil.copytree(EXAMPLES, tmp_path / "example"))
+    done = run(folder / "setup.py", cache, "build_ext", "--inplace")
+    assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
+    done = run(folder / "import_built.py", cache)
+    assert done.returncode == 0 and SCALED in done.stdout, done.stdout + done.stderr
+
+
+LOAD = """
+import time
+import torch
+start = time.monotonic()
+import extension_cpp
+extension_cpp.jit.load()
+took = time.monotonic() - start
+assert extension_cpp.mymuladd(torch.ones(2), torch.ones(2), 0.5).tolist() == [1.5, 1.5]
+from extension_cpp import nms
+assert nms(torch.zeros(0, 4), torch.zeros(0), 0.5).numel() == 0
+print(took, extension_cpp._loader.libraries["_C"], extension_cpp.load_errors, sep="\\n")
+"""
+
+
+def test_a_checkout_that_was_not_compiled(sources, cache):
+    """Imports, says what to do where an operator is asked for, and compiles what has changed and nothing else."""
+    said = python("import extension_cpp\nextension_cpp.mymuladd", cache, sources).stderr
+    assert "ImportError: extension_cpp could not load its library _C" in said and "extension_cpp.jit.load()" in said
+    assert "ImportError: extension_cpp could not" in python("from extension_cpp import nms", cache, sources).stderr
+    first = python(LOAD, cache, sources)
+    assert first.returncode == 0 and first.stdout.endswith("\n{}\n"), first.stdout + first.stderr
+    assert {"muladd.cpp", "nms.cpp", "_C.so"} <= set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
+    second = python(LOAD, cache, sources)
+    assert second.stderr == "" and second.stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
+    assert float(second.stdout.splitlines()[0]) < 1
+    with (sources / "csrc" / "nms.h").open("a") as file:
+        file.write("// more\n")
+    assert re.findall(r"compiled (\S+),", python(LOAD, cache, sources).stderr) == ["nms.cpp", "_C.so"]
+    debug = python(LOAD, cache, sources, DEBUG="1", CXXFLAGS="-g1")
+    assert debug.returncode == 0 and debug.stdout.splitlines()[1] != first.stdout.splitlines()[1]
+
+
+def test_beside_a_compiled_build(cache):
+    with pytest.raises(RuntimeError, match=r"registered by .*_C.*, and a process can .* EXTENSION_CPP_JIT=1 before"):
+        jit.load()
+    inside = "import extension_cpp, torch\nprint(extension_cpp._loader.libraries['_C'])"
+    a = "print(extension_cpp.mymul(torch.ones(1), torch.ones(1)).item())"
+    assert str(cache) not in python(f"{inside}\n{a}", cache).stdout
+    replaced = python(f"{inside}\n{a}", cache, EXTENSION_CPP_JIT="1")
+    assert replaced.stdout.startswith(str(cache)) and replaced.stdout.endswith("1.0\n"), replaced.stderr
+    report = subprocess.run(
+        [sys.executable, "-m", "extension_cpp"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(cache, EXTENSION_CPP_JIT="1", COLUMNS="300"),
+    )
+    assert "just in time" in report.stdout, report.stdout + report.stderr
+
+
+def test_compile_error(tmp_path):
+    """The compiler's message, without the command, and no long traceback."""
+    source = tmp_path / "broken.cpp"
+    source.write_text("int broken = ;\n")
+    done = python(f"from extension_cpp import jit\njit.load({str(source)!r})", tmp_path / "cache")
+    assert re.search(
+        r"BuildError: extension_cpp.jit.load: the compiler found errors\n.*broken.cpp:1:14: error", done.stderr
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) < 15 and "-fPIC" not in done.stderr, done.stderr
+
+
+def test_two_processes_at_once(tmp_path):
+    """One compiles, the other waits for it and loads the same."""
+    code = f"{WITHOUT_EDITABLE}\nsys.path.insert(0, {str(ROOT)!r})\nexec(open('load_cpp.py').read())"
+    start = [sys.executable, "-c", f"__file__ = {str(EXAMPLES / 'load_cpp.py')!r}\n{code}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(start, cwd=EXAMPLES, env=environment(tmp_path), **pipes) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0] and all(SCALED in out for out, _ in said), said
+    assert sorted(err.count("compiled scale.cpp") for _, err in said) == [0, 1], said
+
+
+def test_changed_after_it_was_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", environment(tmp_path)["PATH"])
+    source = tmp_path / "nothing.cpp"
+    source.write_text('extern "C" int nothing() { return 0; }\n')
+    jit.load(source)
+    jit.load(source)
+    source.write_text('extern "C" __attribute__((visibility("default"))) int nothing() { return 1; }\n')
+    with pytest.raises(RuntimeError, match=r"nothing.so was loaded, has been compiled anew since"):
+        jit.load(source)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["kernel.py"], {}, r"ValueError: extension_cpp.jit.load: sources must be .cpp and .cu files, got .*kernel.py"),
+        (["none.cpp"], {}, r"FileNotFoundError: extension_cpp.jit.load: there is no file .*none.cpp"),
+        (
+            ["one.cpp"],
+            {"CXX": "no-such-compiler"},
+            r"BuildError: .* there is no compiler no-such-compiler: install g\+\+",
+        ),
+        (["one.cpp"], {"PATH": ""}, r"BuildError: .* there is no compiler c\+\+: install g\+\+"),
+        (["one.cpp"], {"PATH": "/usr/bin:/bin"}, r"BuildError: .* the build needs ninja: pip install ninja"),
+        (["one.cpp"], {"USE_CUDA": "yes"}, r"BuildError: extension_cpp.jit.load: USE_CUDA must be 0 or 1, got 'yes'"),
+    ],
+)
+def test_what_it_lacks(tmp_path, arguments, variables, message):
+    if "PATH" in variables and variables["PATH"] and shutil.which("ninja", path=variables["PATH"]):
+        pytest.skip("this system has a ninja of its own")
+    (tmp_path / "one.cpp").write_text("")
+    paths = ", ".join(repr(str(tmp_path / name)) for name in arguments)
+    done = python(f"from extension_cpp import jit\njit.load({paths})", tmp_path / "cache", **variables)
+    assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
+
+
+def test_the_installed_package_has_the_sources():
+    assert (jit.source_folder() / "check.h").exists()
+    assert Path(extension_cpp.__file__).parent.parent in jit.source_folder().parents
