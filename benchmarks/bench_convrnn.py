@@ -97,6 +97,7 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
 
 def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
+    torch.backends.cudnn.allow_tf32 = False  # The loop, too, is to compute in float32.
     batch, _, width = on_curve = (32, 256, 512)
     for size in SIZES[device]:
         on = {"x": size[1], "axis": f"steps of ({batch}, T, {width})", "draw": "time"} if size == on_curve else {}

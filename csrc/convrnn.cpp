@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "cpu_dtypes.h"
+#include "huge_pages.h"
 #include "simd.h"
 
 namespace extension_cpp {
@@ -159,6 +160,7 @@ void for_rows(const Sizes& sizes, const Body& body) {
 struct OnCpu {
   static void forward(
       const char*, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
+    ask_for_huge_pages(y);
     dispatch_floating_cpu(x.dtype, [&]<class T>(T) {
       using V = typename Compute<T>::type;
       const auto weights = weights_of<T, V>(kernel);
@@ -191,6 +193,7 @@ struct OnCpu {
   static void backward(
       const char*, const Sizes& sizes, const View& grad, const View& y, const View& kernel, const Tensor& grad_x,
       const Tensor* grad_kernel, const Tensor& grad_hidden) {
+    ask_for_huge_pages(grad_x);
     dispatch_floating_cpu(grad.dtype, [&]<class T>(T) {
       using V = typename Compute<T>::type;
       auto weights = weights_of<T, V>(kernel);

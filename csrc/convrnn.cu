@@ -25,7 +25,7 @@ namespace extension_cpp {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 512, kProducts = 8;
-constexpr int kForwardThreads = 1024;   // which has fewer registers for each, and needs fewer
+constexpr int kMostThreads = 1024;      // of kernels that need few registers
 constexpr unsigned kAll = 0xffffffff;   // lanes
 constexpr int64_t kShared = 48 * 1024;  // bytes that every device has without being asked
 constexpr int kExact = 3, kFew = 8;
@@ -92,7 +92,7 @@ __device__ V block_sum(V value) {
 // number of them in shared memory. A thread has kEach elements of the state, blockDim.x apart; beyond the end it reads
 // what the last element's thread does, and writes nothing.
 template <int kTaps, int kEach, class T>
-__global__ void __launch_bounds__(kForwardThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 1)
     forward_kernel(Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int n) {
   using V = Wide<T>;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(
 
 // Any size: the last state is read where it was written. A block's barrier is one for its writes to y, too.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 1)
     forward_large_kernel(Rows<const T> x, Kernel<T> kernel, Rows<const T> hidden, T* y, int64_t steps, int64_t n) {
   using V = Wide<T>;
   const int64_t b = blockIdx.x, before = kernel.taps / 2;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1) backward_large_kernel(
+__global__ void __launch_bounds__(kMostThreads, 1) backward_large_kernel(
     Rows<const T> grad, Rows<const T> y, Kernel<T> kernel, T* grad_x, T* grad_hidden, int64_t steps, int64_t n) {
   using V = Wide<T>;
   const int64_t b = blockIdx.x, before = kernel.taps - 1 - kernel.taps / 2;
@@ -375,14 +375,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) grad_kernel[blockIdx.x] = static_cast<T>(static_cast<Wide<T>>(total));
 }
 
-// How the state lies on a block of at most kMostThreads, of which each has at most kMostEach elements.
-template <class V, int kMostThreads, int kMostEach>
+// How the state lies on a block of at most kLimit threads, of which each has at most kMostEach elements.
+template <class V, int kLimit, int kMostEach>
 struct Layout {
   explicit Layout(const Sizes& sizes) {
     const int64_t n = sizes.width;
     bytes = (2 * (n + sizes.taps) + sizes.taps + 4) / 4 * 4 * sizeof(V);
-    if (n > kMostEach * kMostThreads || bytes > kShared) return;
-    each = n <= kMostThreads ? 1 : n <= 2 * kMostThreads ? 2 : 4;
+    if (n > kMostEach * kLimit || bytes > kShared) return;
+    each = n <= kLimit ? 1 : n <= 2 * kLimit ? 2 : 4;
     taps = kHasFew && sizes.taps == kExact ? kExact : kHasFew && sizes.taps <= kFew ? kFew : 0;
     threads = static_cast<int>(ceil_div(ceil_div(n, each), kWarp) * kWarp);
   }
@@ -417,13 +417,13 @@ struct OnCuda {
       const char* op, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
     Launch launch(op, x);
     dispatch_floating_cuda(x.dtype, [&]<class T>(T) {
-      const Layout<Wide<T>, kForwardThreads, 2> layout(sizes);
+      const Layout<Wide<T>, kMostThreads, 2> layout(sizes);
       const Rows<const T> from = rows<T>(x), first = rows<T>(hidden);
       const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
       T* const to = static_cast<T*>(y.mutable_data_ptr());
       if (layout.each == 0) {
         return launch(
-            forward_large_kernel<T>, sizes.batch, kThreads, 0, from, weights, first, to, sizes.steps, sizes.width);
+            forward_large_kernel<T>, sizes.batch, kMostThreads, 0, from, weights, first, to, sizes.steps, sizes.width);
       }
       layout.dispatch([&]<int kTaps, int kEach>() {
         launch(
@@ -464,8 +464,8 @@ struct OnCuda {
       }
       if (layout.each == 0) {
         launch(
-            backward_large_kernel<T>, sizes.batch, kThreads, 0, grads, states, weights, to_x, to_hidden, sizes.steps,
-            sizes.width);
+            backward_large_kernel<T>, sizes.batch, kMostThreads, 0, grads, states, weights, to_x, to_hidden,
+            sizes.steps, sizes.width);
       } else {
         layout.dispatch([&]<int kTaps, int kEach>() {
           launch(

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d
 
 from extension_cpp.ops import _check
 from extension_cpp.ops._dispatch import call_handle, is_eager, is_plain
@@ -60,14 +59,15 @@ def _convolved(h: Tensor, kernel: Tensor) -> Tensor:
     """The sum over k of kernel[k] * h[(n + k - p) mod H], of rows (B, H)."""
     size, taps = h.shape[1], kernel.shape[2]
     p = taps // 2
-    return conv1d(torch.cat([h[:, size - p :], h, h[:, : taps - 1 - p]], 1)[:, None], kernel)[:, 0]
+    # Not a convolution of PyTorch's, which on CUDA rounds float32 to TF32.
+    return torch.cat([h[:, size - p :], h, h[:, : taps - 1 - p]], 1).unfold(1, taps, 1) @ kernel.flatten()
 
 
 def _spread(d: Tensor, kernel: Tensor) -> Tensor:
     """The sum over k of kernel[k] * d[(m - k + p) mod H], of rows (B, H): the transpose of _convolved."""
     size, taps = d.shape[1], kernel.shape[2]
     p = taps - 1 - taps // 2
-    return conv1d(torch.cat([d[:, size - p :], d, d[:, : taps - 1 - p]], 1)[:, None], kernel.flip(2))[:, 0]
+    return torch.cat([d[:, size - p :], d, d[:, : taps - 1 - p]], 1).unfold(1, taps, 1) @ kernel.flatten().flip(0)
 
 
 def _correlated(d: Tensor, h: Tensor, taps: int) -> Tensor:
