@@ -1,7 +1,7 @@
 """PyTorch operators for CPU and CUDA, from one binary a backend for every Python >= 3.10 and every torch >= 2.10.
 
 The operators are functions of this module and of ``extension_cpp.ops``; the dispatcher has them as
-``torch.ops.extension_cpp.<name>``.
+``torch.ops.extension_cpp.<name>``. ``extension_cpp.nn`` has modules made of them.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
 __all__ = ["__version__", "jit", "load_errors"]
 
 if _loader.libraries:
-    from extension_cpp import ops  # The schemas must be there first.
+    from extension_cpp import nn, ops  # The schemas must be there first.
     from extension_cpp.ops import *  # noqa: F403
     from extension_cpp.ops._backends import backends, use_backend
 
-    __all__ += ["backends", "ops", "use_backend", *ops.__all__]
+    __all__ += ["backends", "nn", "ops", "use_backend", *ops.__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -62,6 +62,8 @@ class Operator:
     """Allowed error in units of the dtype's epsilon, relative to the sum of the magnitudes that enter a result."""
     magnitude: Callable | None = None
     """That sum, from the arguments in float64; the magnitude of the result itself where None."""
+    grown: Callable[[Args, int], Args] | None = None
+    """Arguments a number of times as long, for a graph that takes any size; longer in the first dimension where None."""
 
 
 def others(name: str, device: str) -> list[str]:
@@ -79,6 +81,11 @@ def tensors(args: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], args: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, args)
+
+
+def longer(args: Args, times: int) -> Args:
+    """Each tensor a number of times as long in its first dimension."""
+    return map_tensors(lambda t: torch.cat([t] * times), args)
 
 
 def once(t: Tensor) -> Tensor:
@@ -278,11 +285,15 @@ class Contract:
         for device in DEVICES:
             if self.backend not in (None, *others(op.name, device)):
                 continue
-            found = []
+            found, scale = [], 1.0
             for args in op.samples("cpu", dtype):  # The same random numbers on every device.
+                if op.magnitude is not None:
+                    exact = map_tensors(lambda t: t.to(torch.float64), args)
+                    scale = max(scale, *(t.max().item() for t in tensors(op.magnitude(*exact)) if t.numel()))
                 on_device = map_tensors(lambda t, device=device: clone(t).to(device), args)
                 found.append([digest(t) for t in run(op, op.function, on_device)])
-            answers.check(op.name, dtype, device, found, tolerance=4 * op.ulps[dtype] * torch.finfo(dtype).eps)
+            tolerance = 4 * op.ulps[dtype] * torch.finfo(dtype).eps * scale
+            answers.check(op.name, dtype, device, found, tolerance)
 
     @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     def test_fake_cuda(self):
@@ -351,10 +362,13 @@ class Contract:
                     torch.testing.assert_close(got, want)
         if dynamic:
             torch._dynamo.reset()
-            args = next(args for args in samples if all(t.shape[:1] == (len(tensors(args)[0]),) for t in tensors(args)))
+            grown = op.grown or longer
+            args = next(
+                a for a in samples if op.grown or all(t.shape[:1] == tensors(a)[0].shape[:1] for t in tensors(a))
+            )
             with torch._dynamo.config.patch(error_on_recompile=True):
-                for repeat in (1, 2, 3):
-                    run(op, compiled, map_tensors(lambda t, repeat=repeat: torch.cat([t] * repeat), args))
+                for times in (1, 2, 3):
+                    run(op, compiled, grown(args, times))
 
     def test_errors(self, device):
         """The documented error from the real and from the fake kernel, with all arguments left as they were."""
@@ -448,7 +462,8 @@ def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:
     outputs = [t for t in tensors(function(*args)) if t.requires_grad]
     # Every second element of a wider tensor: a gradient that is not contiguous, as a user's may be.
     seeds = [torch.linspace(-1, 1, 2 * t.numel(), dtype=torch.float64)[::2].reshape(t.shape).to(t) for t in outputs]
-    return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds)
+    # What a result doesn't depend on has a gradient of zero, whether a graph is made of it or not.
+    return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds, materialize_grads=True)
 
 
 def fake_args(mode: FakeTensorMode, args: Args) -> Args:

@@ -13,12 +13,14 @@ import torch
 import extension_cpp
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = [path.stem for path in (ROOT / "extension_cpp" / "ops").glob("[!_]*.py")]
+MODULES = [
+    f"{folder}.{path.stem}" for folder in ("ops", "nn") for path in (ROOT / f"extension_cpp/{folder}").glob("[!_]*.py")
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_docstring_examples(family):
-    module = importlib.import_module(f"extension_cpp.ops.{family}")
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    module = importlib.import_module(f"extension_cpp.{name}")
     result = doctest.testmod(module, extraglobs={"torch": torch, "extension_cpp": extension_cpp})
     assert result.attempted and not result.failed
 

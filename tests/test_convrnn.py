@@ -1,0 +1,441 @@
+"""convrnn_forward, its backward and nn.ConvRNN: the contract, the definition, and what is particular to a recurrence."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from contract import DEVICES, FLOATING, Contract, Operator, gradients, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+import extension_cpp
+from extension_cpp.ops.convrnn import _convolved, convrnn_backward_reference, convrnn_forward_reference
+
+SIZES = [  # B, T, H, K
+    (2, 3, 5, 3),
+    (2, 4, 3, 2),
+    (3, 2, 4, 4),  # K = H
+    (1, 3, 1, 1),
+    (2, 0, 3, 3),
+    (0, 3, 4, 2),
+    (2, 20, 65, 3),  # More than a round of what CUDA loads ahead.
+    (2, 9, 33, 8),
+    (2, 7, 100, 33),
+    (1, 5, 600, 3),  # On CUDA, two elements a thread.
+    (1, 5, 1100, 9),  # Four.
+    (1, 3, 4200, 5),  # More than there is shared memory for.
+    (1, 2, 300, 257),
+]
+backward = torch.ops.extension_cpp.convrnn_backward
+
+
+def inputs(
+    size: tuple[int, int, int, int], device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, kernel and hidden. Magnitudes of the kernel add up to 0.9, so that an error doesn't grow over time."""
+    batch, steps, width, taps = size
+    generator = torch.Generator().manual_seed(seed)
+    x, hidden = (torch.randn(s, generator=generator) for s in ((batch, steps, width), (batch, width)))
+    kernel = torch.rand(taps, generator=generator) - 0.5
+    kernel = (0.9 * kernel / kernel.abs().sum()).view(1, 1, taps)
+    return x.to(device, dtype), kernel.to(device, dtype), hidden.to(device, dtype)
+
+
+def samples(device: str, dtype: torch.dtype):
+    for i, size in enumerate(SIZES):
+        x, kernel, hidden = inputs(size, device, dtype)
+        yield x, kernel, hidden if i % 2 else hidden[:, None]
+
+
+def backward_samples(device: str, dtype: torch.dtype):
+    for i, (batch, steps, width, taps) in enumerate(SIZES):
+        grad, kernel, _ = inputs((batch, steps + 1, width, taps), device, dtype)
+        y = 0.8 * torch.tanh(inputs((batch, steps + 1, width, taps), device, dtype, seed=1)[0])
+        yield grad, y, kernel, i % 4 != 1
+
+
+def error_bound(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
+    """By how many epsilons a state can be off: those of its own rounding, and what the error before becomes."""
+    y = convrnn_forward_reference(x, kernel, hidden)
+    roundings = 1 + kernel.shape[2] / 16  # Of a sum of as many terms, each of which rounds, up or down.
+    errors = [torch.zeros_like(y[:, 0])]
+    for t in range(1, y.shape[1]):
+        entering = _convolved(errors[-1] + roundings * y[:, t - 1].abs(), kernel.abs()) + roundings * x[:, t - 1].abs()
+        errors.append(2 * y[:, t].abs() + (1 - y[:, t] ** 2) * entering)
+    return torch.stack(errors, 1)
+
+
+def backward_bound(grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool) -> tuple[Tensor, ...]:
+    """The same recurrence on magnitudes, which each step rounds a few times."""
+    roundings = 2 * (y.shape[1] + kernel.shape[2] / 16)
+    magnitudes = convrnn_backward_reference(grad.abs(), y.abs(), kernel.abs(), kernel_grad)
+    return tuple(roundings * t for t in magnitudes)
+
+
+def wrong_inputs(device: str):
+    op = "convrnn_forward"
+    x, kernel, hidden = inputs((2, 3, 4, 3), device)
+    floating = "float16, bfloat16, float32 or float64"
+    yield (x[0], kernel, hidden), f"{op}: x must have shape (B, T, H), got (3, 4)"
+    yield (x.int(), kernel, hidden), f"{op}: x must have dtype {floating}, got int32"
+    yield (x, kernel[0], hidden), f"{op}: kernel must have shape (1, 1, K), got (1, 3)"
+    yield (x, kernel.view(1, 3, 1), hidden), f"{op}: kernel must have shape (1, 1, K), got (1, 3, 1)"
+    yield (x, kernel.double(), hidden), f"{op}: kernel must have the dtype of x, float32, got float64"
+    yield (x, pad(kernel, (1, 1)), hidden), f"{op}: kernel must have 1 to H elements, got K = 5 and H = 4"
+    yield (x, kernel[:, :, :0], hidden), f"{op}: kernel must have 1 to H elements, got K = 0 and H = 4"
+    yield (x[:, :, :0], kernel, hidden[:, :0]), f"{op}: kernel must have 1 to H elements, got K = 3 and H = 0"
+    wanted = f"{op}: hidden must have shape (2, 4) or (2, 1, 4)"
+    for shape in ((2, 3), (1, 4), (4,), (1, 2, 4), (2, 2, 4)):
+        yield (x, kernel, torch.ones(shape, device=device)), f"{wanted}, got {shape}"
+    yield (x, kernel, hidden.half()), f"{op}: hidden must have the dtype of x, float32, got float16"
+    if device == "cuda":
+        yield (x, kernel.cpu(), hidden), f"{op}: kernel must be on the device of x, cuda:0, got cpu"
+        yield (x, kernel, hidden.cpu()), f"{op}: hidden must be on the device of x, cuda:0, got cpu"
+        yield (x.cpu(), kernel, hidden), f"{op}: kernel must be on the device of x, cpu, got cuda:0"
+
+
+def wrong_gradients(device: str):
+    op = "convrnn_backward"
+    grad, kernel, _ = inputs((2, 3, 4, 3), device)
+    yield (grad[0], grad[0], kernel), f"{op}: grad must have shape (B, T + 1, H), got (3, 4)"
+    yield (grad[:, :0], grad[:, :0], kernel), f"{op}: grad must have shape (B, T + 1, H), got (2, 0, 4)"
+    yield (grad, grad[:, 1:], kernel), f"{op}: y must have the shape of grad, (2, 3, 4), got (2, 2, 4)"
+    yield (grad, grad.half(), kernel), f"{op}: y must have the dtype of grad, float32, got float16"
+    yield (grad, grad, kernel.half()), f"{op}: kernel must have the dtype of grad, float32, got float16"
+    yield (grad, grad, kernel.view(3)), f"{op}: kernel must have shape (1, 1, K), got (3,)"
+    yield (grad, grad, pad(kernel, (1, 1))), f"{op}: kernel must have 1 to H elements, got K = 5 and H = 4"
+
+
+def longer(args: tuple, times: int) -> tuple:
+    return tuple(torch.cat([a] * times) if isinstance(a, Tensor) and a.shape[0] > 1 else a for a in args)
+
+
+class TestConvRNNForward(Contract):
+    op = Operator(
+        name="convrnn_forward",
+        function=extension_cpp.convrnn_forward,
+        reference=convrnn_forward_reference,
+        samples=samples,
+        errors=wrong_inputs,
+        magnitude=error_bound,
+        grown=longer,
+    )
+
+
+class TestConvRNNBackward(Contract):
+    """Not public, but an operator like any other."""
+
+    op = Operator(
+        name="convrnn_backward",
+        function=lambda *args: backward(*args),
+        reference=convrnn_backward_reference,
+        samples=backward_samples,
+        errors=wrong_gradients,
+        magnitude=backward_bound,
+        grown=longer,
+    )
+
+
+def by_definition(x: np.ndarray, w: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """The formula as it stands, an element at a time."""
+    (batch, steps, width), taps = x.shape, len(w)
+    y = np.empty((batch, steps + 1, width))
+    y[:, 0] = h
+    for b in range(batch):
+        for t in range(1, steps + 1):
+            for n in range(width):
+                c = sum(w[k] * y[b, t - 1, (n + k - taps // 2) % width] for k in range(taps))
+                y[b, t, n] = math.tanh(c + x[b, t - 1, n])
+    return y
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestDefinition:
+    @given(data=st.data())
+    def test_element_by_element(self, device, data):
+        width = data.draw(st.integers(1, 12))
+        size = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 5)), width, data.draw(st.integers(1, width))
+        args = inputs(size, device, torch.float64, seed=data.draw(st.integers(0, 100)))
+        x, kernel, hidden = (t.cpu().numpy() for t in args)
+        want = torch.from_numpy(by_definition(x, kernel[0, 0], hidden)).to(device)
+        torch.testing.assert_close(extension_cpp.convrnn_forward(*args), want, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(convrnn_forward_reference(*args), want, rtol=1e-13, atol=1e-14)
+
+    @given(data=st.data())
+    def test_gradients_of_autograd(self, device, data):
+        """What autograd makes of the reference, a step at a time."""
+        width = data.draw(st.integers(1, 12))
+        size = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 12)), width, data.draw(st.integers(1, width))
+        args = inputs(size, device, torch.float64, seed=data.draw(st.integers(0, 100)))
+        leaves = [t.requires_grad_() for t in args]
+        for got, want in zip(
+            gradients(extension_cpp.convrnn_forward, leaves), gradients(convrnn_forward_reference, leaves)
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+class TestProperties:
+    @pytest.mark.parametrize("size", [(3, 21, 40, 3), (2, 12, 4200, 7)], ids=["small", "large"])
+    def test_a_sequence_cut_in_two(self, device, dtype, size):
+        """Goes on where it stopped: the same bits."""
+        x, kernel, hidden = inputs(size, device, dtype)
+        whole = extension_cpp.convrnn_forward(x, kernel, hidden)
+        first = extension_cpp.convrnn_forward(x[:, :9], kernel, hidden)
+        second = extension_cpp.convrnn_forward(x[:, 9:], kernel, first[:, -1])
+        assert same_bits(whole, torch.cat([first, second[:, 1:]], 1))
+
+    def test_rows_are_independent(self, device, dtype):
+        """A row is the same in any batch, however many threads there are."""
+        x, kernel, hidden = inputs((40, 30, 50, 5), device, dtype)
+        whole = extension_cpp.convrnn_forward(x, kernel, hidden)
+        grads = backward(whole, whole, kernel)
+        for b in (0, 17, 39):
+            alone = extension_cpp.convrnn_forward(x[b : b + 1], kernel, hidden[b : b + 1])
+            assert same_bits(alone, whole[b : b + 1])
+            for i in (0, 2):
+                assert same_bits(backward(alone, alone, kernel)[i], grads[i][b : b + 1])
+
+    def test_rotation(self, device, dtype):
+        """Circular: what is rotated goes the same way."""
+        x, kernel, hidden = inputs((2, 6, 37, 4), device, dtype)
+        got = extension_cpp.convrnn_forward(x.roll(5, 2), kernel, hidden.roll(5, 1))
+        assert same_bits(got, extension_cpp.convrnn_forward(x, kernel, hidden).roll(5, 2))
+
+    def test_tanh_alone(self, device, dtype):
+        """With weights of zero: tanh of every kind of value, within 2.5 units in the last place; half of one for halves."""
+        special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 1e-310, 9.0, 20.0, -1e30])
+        values = torch.cat([special.double(), torch.linspace(-12, 12, 20_001).double(), torch.logspace(-9, 1, 20_001)])
+        x = values.to(device, dtype).view(-1, 1, 1)
+        got = extension_cpp.convrnn_forward(x, x.new_zeros(1, 1, 1), x.new_zeros(len(x), 1))[:, 1, 0]
+        want = torch.tanh(x.double().flatten())
+        info = torch.finfo(dtype)
+        ulps = 2.5 if dtype in (torch.float32, torch.float64) else 0.51
+        bound = ulps * info.eps * 2.0 ** want.abs().clamp(min=info.tiny).log2().floor()
+        error = (got.double() - want).abs()
+        assert bool(((error <= bound) | want.isnan()).all()), error.max()
+        assert bool((got.isnan() == want.isnan()).all())
+
+    def test_infinite_and_nan(self, device, dtype):
+        """Reach what they enter, and nothing else."""
+        x, kernel, hidden = inputs((1, 2, 30, 3), device, dtype)
+        clean = extension_cpp.convrnn_forward(x, kernel, hidden)
+        hidden[0, 10], x[0, 1, 20] = math.nan, math.inf
+        got = extension_cpp.convrnn_forward(x, kernel, hidden)
+        assert got[0, 1].isnan().nonzero().flatten().tolist() == [9, 10, 11]
+        assert got[0, 2].isnan().nonzero().flatten().tolist() == [8, 9, 10, 11, 12]
+        assert got[0, 2, 20] == 1
+        same = torch.ones(30, dtype=torch.bool, device=device)
+        same[8:13] = same[20] = False
+        assert same_bits(got[0, 2][same], clean[0, 2][same])
+
+    def test_gradient_of_an_expanded_tensor(self, device, dtype):
+        """As sum() gives it, with strides of zero; x as (T, B, H)."""
+        x, kernel, hidden = inputs((3, 5, 70, 3), device, dtype)
+        y = extension_cpp.convrnn_forward(x.transpose(0, 1).contiguous().transpose(0, 1), kernel, hidden)
+        one = torch.ones((), device=device, dtype=dtype)
+        for got, want in zip(backward(one.expand(y.shape), y, kernel), backward(torch.ones_like(y), y, kernel)):
+            assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestGradients:
+    def test_exactly_those_that_are_needed(self, device):
+        args = inputs((2, 3, 10, 3), device)
+        everything = gradients(extension_cpp.convrnn_forward, tuple(t.clone().requires_grad_() for t in args))
+        for needed in range(1, 8):
+            leaves = tuple(t.clone().requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(args))
+            extension_cpp.convrnn_forward(*leaves).square().sum().backward()
+            assert [leaf.grad is not None for leaf in leaves] == [bool(needed >> i & 1) for i in range(3)]
+            wanted = [grad for i, grad in enumerate(everything) if needed >> i & 1]
+            for got, want in zip(gradients(extension_cpp.convrnn_forward, leaves), wanted):
+                assert same_bits(got, want)
+
+    @pytest.mark.parametrize(
+        "size", [(64, 128, 256, 3), (16, 40, 2000, 8), (8, 30, 500, 41), (2, 40, 5000, 3)], ids=str
+    )
+    def test_long_sums(self, device, size):
+        """The kernel's gradient adds up millions of products: close to float64, and the same bits each time."""
+        x, kernel, hidden = inputs(size, device)
+        y = extension_cpp.convrnn_forward(x, kernel, hidden)
+        grad = inputs((size[0], size[1] + 1, *size[2:]), device, seed=1)[0]
+        results = backward(grad, y, kernel)
+        for got, want in zip(results, convrnn_backward_reference(grad.double(), y.double(), kernel.double())):
+            scale = want.abs().max() if got is not results[1] else math.sqrt(y.numel())
+            assert (got - want).abs().max() <= 4e-6 * scale
+        for _ in range(3):
+            assert all(same_bits(a, b) for a, b in zip(backward(grad, y, kernel), results))
+
+    def test_forward_mode(self, device):
+        args = inputs((2, 4, 7, 3), device, torch.float64)
+        tangents = inputs((2, 4, 7, 3), device, torch.float64, seed=1)
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(t, dot) for t, dot in zip(args, tangents)]
+            got = torch.autograd.forward_ad.unpack_dual(extension_cpp.convrnn_forward(*duals)).tangent
+        want = torch.func.jvp(convrnn_forward_reference, args, tangents)[1]
+        torch.testing.assert_close(got, want)
+
+    def test_third_derivative(self, device):
+        args = tuple(t.requires_grad_() for t in inputs((1, 2, 3, 2), device, torch.float64))
+
+        def gradient(*args):
+            return torch.autograd.grad(extension_cpp.convrnn_forward(*args).square().sum(), args, create_graph=True)
+
+        assert torch.autograd.gradgradcheck(gradient, args)
+
+    def test_vmap(self, device):
+        sizes = [inputs((2, 3, 5, 3), device, seed=seed) for seed in range(4)]
+        x, kernels, hidden = map(torch.stack, zip(*sizes))
+        want = torch.stack([extension_cpp.convrnn_forward(*args) for args in sizes])
+        got = torch.vmap(extension_cpp.convrnn_forward)(x, kernels, hidden)
+        torch.testing.assert_close(got, want)
+        want = torch.stack([extension_cpp.convrnn_forward(a, kernels[0], hidden[1]) for a in x])
+        got = torch.vmap(lambda a: extension_cpp.convrnn_forward(a, kernels[0], hidden[1]))(x)
+        torch.testing.assert_close(got, want)
+        moved = torch.vmap(extension_cpp.convrnn_forward, in_dims=(1, None, 0))(x.movedim(0, 1), kernels[0], hidden)
+        want = torch.stack([extension_cpp.convrnn_forward(a, kernels[0], h) for a, h in zip(x, hidden)])
+        torch.testing.assert_close(moved, want)
+
+    def test_batch_of_gradients(self, device):
+        args = tuple(t.requires_grad_() for t in inputs((2, 3, 5, 3), device))
+        y = extension_cpp.convrnn_forward(*args)
+        seeds = torch.randn(4, *y.shape, device=device)
+        got = torch.autograd.grad(y, args, seeds, is_grads_batched=True, retain_graph=True)
+        want = zip(*(torch.autograd.grad(y, args, seed, retain_graph=True) for seed in seeds))
+        torch.testing.assert_close(got, tuple(map(torch.stack, want)))
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2"])
+def test_other_cpus(level):
+    """What runs where there are no wider vectors: close to what runs here."""
+    code = """
+import torch, test_convrnn as t, extension_cpp
+for size in t.SIZES:
+    for dtype in t.FLOATING:
+        x, kernel, hidden = t.inputs(size, dtype=dtype)
+        y = extension_cpp.convrnn_forward(x, kernel, hidden)
+        want = t.convrnn_forward_reference(x.double(), kernel.double(), hidden.double())
+        bound = torch.finfo(dtype).eps * t.error_bound(x.double(), kernel.double(), hidden.double())
+        assert ((y - want).abs() <= bound).all(), (size, dtype)
+        exact = [a.double() for a in (y, y, kernel)]
+        bounds = t.backward_bound(*exact, True)
+        for got, want, bound in zip(t.backward(y, y, kernel), t.convrnn_backward_reference(*exact), bounds):
+            assert ((got - want).abs() <= torch.finfo(dtype).eps * bound).all(), (size, dtype)
+"""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "EXTENSION_CPP_SIMD": level, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestModule:
+    def test_as_the_operator(self, device):
+        x, kernel, hidden = inputs((2, 6, 9, 4), device)
+        y = extension_cpp.convrnn_forward(x, kernel, hidden)
+        layer = extension_cpp.nn.ConvRNN(4, device=device)
+        first = extension_cpp.nn.ConvRNN(4, batch_first=True, device=device)
+        layer.load_state_dict({"weight": kernel})
+        first.load_state_dict(layer.state_dict())
+        for output, h_n in (first(x, hidden[None]), layer(x.transpose(0, 1), hidden[None])):
+            assert same_bits(h_n, y[None, :, -1])
+            assert same_bits(output if output.shape[0] == 2 else output.transpose(0, 1), y[:, 1:])
+        output, h_n = layer(x[0], hidden[:1])
+        assert same_bits(output, y[0, 1:]) and same_bits(h_n, y[:1, -1])
+        zeros = extension_cpp.convrnn_forward(x, kernel, torch.zeros_like(hidden))
+        assert same_bits(first(x)[0], zeros[:, 1:]) and same_bits(layer(x[1])[0], zeros[1, 1:])
+
+    def test_shapes_are_those_of_rnn(self, device):
+        for batch_first in (False, True):
+            layer = extension_cpp.nn.ConvRNN(3, batch_first=batch_first, device=device)
+            rnn = torch.nn.RNN(8, 8, batch_first=batch_first, device=device)
+            for shape, state in (((5, 2, 8), (1, 5 if batch_first else 2, 8)), ((5, 8), (1, 8))):
+                x, h = torch.randn(shape, device=device), torch.randn(state, device=device)
+                for args in ((x,), (x, h)):
+                    assert [t.shape for t in layer(*args)] == [t.shape for t in rnn(*args)]
+
+    def test_state_and_text(self, device):
+        layer = extension_cpp.nn.ConvRNN(5, batch_first=True, device=device, dtype=torch.float64)
+        assert list(layer.state_dict()) == ["weight"] and layer.weight.shape == (1, 1, 5)
+        assert layer.weight.dtype == torch.float64 and layer.weight.device.type == device
+        assert str(layer) == "ConvRNN(5, batch_first=True)" and str(extension_cpp.nn.ConvRNN(2)) == "ConvRNN(2)"
+        before = layer.weight.clone()
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        assert not torch.equal(before, layer.weight) and layer.weight.abs().max() <= 5**-0.5
+        assert layer.half()(torch.randn(1, 2, 6, device=device).half())[0].dtype == torch.float16
+
+    def test_errors(self, device):
+        with pytest.raises(ValueError, match="ConvRNN: kernel_size must be at least 1, got 0"):
+            extension_cpp.nn.ConvRNN(0)
+        layer = extension_cpp.nn.ConvRNN(3, device=device)
+        for args, message in (
+            (((5,),), r"ConvRNN: input must have shape \(T, B, H\) or \(T, H\), got \(5,\)"),
+            (((5, 2, 4), (2, 4)), r"ConvRNN: hx must have shape \(1, 2, 4\), got \(2, 4\)"),
+            (((5, 4), (1, 1, 4)), r"ConvRNN: hx must have shape \(1, 4\), got \(1, 1, 4\)"),
+            (((5, 2, 2),), "kernel must have 1 to H elements, got K = 3 and H = 2"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                layer(*(torch.zeros(shape, device=device) for shape in args))
+
+    def test_compiled(self, device):
+        torch._dynamo.reset()
+        layer = extension_cpp.nn.ConvRNN(3, device=device)
+        x = torch.randn(6, 2, 9, device=device)
+        compiled = torch.compile(layer, fullgraph=True)
+        assert same_bits(compiled(x)[0], layer(x)[0])
+        grads = []
+        for f in (layer, compiled):
+            layer.zero_grad()
+            f(x)[0].square().sum().backward()
+            grads.append(layer.weight.grad.clone())
+        torch.testing.assert_close(*grads)
+
+    def test_learns(self, device):
+        """To carry a mark on a ring around with it: which way, and how far a step, is for the kernel to find out."""
+        torch.manual_seed(0)
+        layer = extension_cpp.nn.ConvRNN(5, batch_first=True, device=device)
+        gain = torch.nn.Parameter(torch.ones((), device=device))
+        optimizer = torch.optim.Adam([*layer.parameters(), gain], lr=0.05)
+        width, steps = 16, 6
+        losses = []
+        for _ in range(300):
+            hidden = torch.nn.functional.one_hot(torch.randint(width, (32,), device=device), width).float()
+            x = torch.zeros(32, steps, width, device=device)
+            output, _ = layer(x, hidden[None])
+            target = torch.stack([hidden.roll(2 * t, 1) for t in range(1, steps + 1)], 1)
+            loss = torch.nn.functional.mse_loss(gain * output, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] > 0.05 and losses[-1] < 0.005, (losses[0], losses[-1])
+        assert layer.weight.argmax() == 0
+
+
+@pytest.mark.large
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_past_2_31_elements():
+    """Offsets past 32 bits, in y and in x."""
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("needs 30 GB of free memory")
+    batch, steps, width = 2, 1_100_000, 1000
+    x, kernel, hidden = inputs((1, 1, width, 3), "cuda", torch.float16)
+    y = extension_cpp.convrnn_forward(x.expand(batch, steps, width), kernel, hidden.expand(batch, width))
+    assert torch.equal(y[0, -50:], y[1, -50:]) and torch.equal(y[1, :2], y[0, :2])
+    want = extension_cpp.convrnn_forward(x.expand(1, 50, width), kernel, y[1, -51][None])
+    assert torch.equal(y[1, -51:], want[0])
+    grad_x, _, grad_hidden = backward(x[:, :1].expand(y.shape), y, kernel, False)
+    want = backward(x[:, :1].expand(1, 51, width), y[1:, -51:], kernel, False)
+    assert torch.equal(grad_x[1, -50:], want[0][0]) and torch.equal(grad_hidden[0], grad_hidden[1])
