@@ -2,8 +2,11 @@
 //
 // A block has a row of the batch and goes through time on its own: nothing but a barrier a step orders it. What bounds
 // it is the chain of T steps, of which each waits for the one before: a barrier, a read from shared memory, K
-// multiply-adds, a tanh and a write to shared memory. All else is off the chain: x is loaded kAhead steps before it is
-// used, and y stored without waiting.
+// multiply-adds, a tanh and a write to shared memory. All else is off the chain: x is loaded some steps before it is
+// used, and y stored without waiting. With K = 3 in float32 on an H200 that chain alone, of a row that one warp holds,
+// takes 0.12 us a step forward and 0.11 backward. A row of 512 elements takes twice that, of 1,024 three times, as its
+// warps share a multiprocessor's units between two barriers; for 64 rows of 1,024, which is where bytes come closest to
+// mattering, these alone would take 0.12 us a step.
 //
 // forward_kernel and backward_kernel have the state in shared memory, twice, so that a step needs one barrier: it is
 // read from one copy and written to the other. In backward_kernel the products for the kernel's gradient take no reads
