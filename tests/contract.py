@@ -289,7 +289,7 @@ class Contract:
             for args in op.samples("cpu", dtype):  # The same random numbers on every device.
                 if op.magnitude is not None:
                     exact = map_tensors(lambda t: t.to(torch.float64), args)
-                    scale = max(scale, *(t.max().item() for t in tensors(op.magnitude(*exact)) if t.numel()))
+                    scale = max([scale, *(t.max().item() for t in tensors(op.magnitude(*exact)) if t.numel())])
                 on_device = map_tensors(lambda t, device=device: clone(t).to(device), args)
                 found.append([digest(t) for t in run(op, op.function, on_device)])
             tolerance = 4 * op.ulps[dtype] * torch.finfo(dtype).eps * scale
