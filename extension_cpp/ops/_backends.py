@@ -162,8 +162,6 @@ class use_backend(TorchFunctionMode):
     Under torch.compile it may stand around the compiled function, which is then compiled once for each backend, or inside
     of it. For a whole process there is the environment variable EXTENSION_CPP_BACKEND, read at import.
 
-    Forward-mode derivatives are only those of the reference.
-
     Raises:
         RuntimeError: if there is no such backend here; and from an operator that doesn't have it on the device of its
             arguments, saying which it has.
