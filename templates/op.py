@@ -35,20 +35,19 @@ def find(name: str, *patterns: str) -> list[Path]:
 
 
 def tidy(program: str, *arguments: str | Path) -> None:
+    """Run a formatter, as where lines are broken depends on how long the name is."""
     subprocess.run([Path(sys.executable).with_name(program), *arguments], check=True)
 
 
 def render(name: str, kind: str, shape: str) -> tuple[dict[Path, str], str]:
     """The files of a new operator, and its row of the README's table."""
     with tempfile.TemporaryDirectory() as folder:
-        data = {"name": name, "kind": kind, "shape": shape}
-        answers = copier.run_copy(str(TEMPLATE), folder, data, defaults=True, quiet=True).answers.combined
+        copied = copier.run_copy(str(TEMPLATE), folder, {"name": name, "kind": kind, "shape": shape}, quiet=True)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         python = [path for path in paths if path.suffix == ".py"]
-        # Lines are broken by how long the name is.
         tidy("ruff", "format", "--quiet", "--config", ROOT / "pyproject.toml", *python)
         tidy("clang-format", "-i", f"--style=file:{ROOT / '.clang-format'}", *(set(paths) - set(python)))
-        return {ROOT / path.relative_to(folder): path.read_text() for path in paths}, answers["row"]
+        return {ROOT / path.relative_to(folder): path.read_text() for path in paths}, copied.answers.combined["row"]
 
 
 def check_name(name: str, kind: str, shape: str) -> None:
@@ -77,9 +76,8 @@ def add(name: str, kind: str, shape: str) -> list[Path]:
     INIT.write_text(INIT.read_text().replace("\n\n__all__ = [", imported))
     tidy("ruff", "check", "--quiet", "--fix", "--select", "I,RUF022", INIT)
     tidy("ruff", "format", "--quiet", INIT)
-    README.write_text(
-        re.sub(r"(?s)(\n## Operators\n.*?\|\n)(?=\n)", lambda table: f"{table[1]}{row}\n", README.read_text())
-    )
+    readme = re.sub(r"(?s)(\n## Operators\n.*?\|\n)(?=\n)", lambda table: f"{table[1]}{row}\n", README.read_text())
+    README.write_text(readme)
     return [*files, INIT, README]
 
 
@@ -97,8 +95,7 @@ def remove(name: str, force: bool) -> list[Path]:
     listed = rf'^from extension_cpp\.ops\.{name} import (\([^)]*\)|.*)\n|(?<=[\[ ])"({"|".join(ops)})"(,\s*|(?=\]))'
     INIT.write_text(re.sub(listed, "", INIT.read_text(), flags=re.MULTILINE))
     tidy("ruff", "format", "--quiet", "--config", "format.skip-magic-trailing-comma=true", INIT)
-    lines = README.read_text().splitlines(keepends=True)
-    README.write_text("".join(line for line in lines if not line.startswith(tuple(f"| `{op}(" for op in ops))))
+    README.write_text(re.sub(rf"^\| `({'|'.join(ops)})\(.*\n", "", README.read_text(), flags=re.MULTILINE))
     stored = re.findall(r'"(\w+)": (\{\n.*?\n\})', ANSWERS.read_text(), re.DOTALL)
     ANSWERS.write_text("{" + ",\n".join(f'"{op}": {answers}' for op, answers in stored if op not in ops) + "}\n")
     if measured:
@@ -114,11 +111,8 @@ if __name__ == "__main__":
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="what it returns")
     parser.add_argument("--force", action="store_true", help="remove what was changed, too")
     given = parser.parse_args()
-    adds = given.action == "add"
-    done = add(given.name, given.kind, given.shape) if adds else remove(given.name, given.force)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print("wrote" if adds else "removed", *(path.relative_to(ROOT) for path in done), sep="\n  ")
-    if adds:
-        console.print(
-            f"next: what csrc/{given.name}.* compute, then the rest; docs/add-an-operator.md leads through it"
-        )
+    made = given.action == "add"
+    paths = add(given.name, given.kind, given.shape) if made else remove(given.name, given.force)
+    said = ["wrote" if made else "removed", *(f"  {path.relative_to(ROOT)}" for path in paths)]
+    said += [f"next: what csrc/{given.name}.* compute, then the rest; docs/add-an-operator.md leads through it"] * made
+    Console(highlight=False, soft_wrap=True).print("\n".join(said))

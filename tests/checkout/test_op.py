@@ -102,13 +102,18 @@ for name in {list(OPERATORS)}:
         checkout.run("verify")
         (checkout.path / "verify.py").unlink()
 
-    def test_documents_show_what_is_written(self, checkout):
-        """Each block of code in docs/add-an-operator.md that names a file stands there, line for line."""
+    def test_the_guide_shows_what_is_written(self, checkout):
+        """Each block of code stands in the file that it names, and each shape has the schema that the table says."""
         guide = (ROOT / "docs" / "add-an-operator.md").read_text()
         blocks = re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)```", guide, re.DOTALL | re.MULTILINE)
-        assert len(blocks) >= 5
         for path, block in blocks:
             assert block in (checkout.path / path).read_text(), path
+        assert len(blocks) == len(re.findall("^```[a-z]+$", guide, re.MULTILINE)) > 5
+        schemas = dict(re.findall(r"^\| `make op NAME=scale(?: SHAPE=)?([\w-]*)` \| `(.*?)`", guide, re.MULTILINE))
+        assert [schema or op.SHAPES[0] for schema in schemas] == op.SHAPES
+        for name, (_, shape) in OPERATORS.items():
+            wanted = schemas.get(shape, schemas[""])
+            assert f'm.def("{name}{wanted}");' in (checkout.path / "csrc" / f"{name}.cpp").read_text()
 
     @pytest.mark.parametrize(
         ("name", "message"),
