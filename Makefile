@@ -25,7 +25,7 @@ test: build lint
 	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
-op: $(VENV)/.ready
+op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
 	$(MAKE) build
 	$(RUN) -m pytest "tests/test_$(NAME).py" --write-answers
