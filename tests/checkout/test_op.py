@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,17 +78,18 @@ class TestAdd:
         files = [f"tests/test_{name}.py" for name in OPERATORS]
         checkout.run(*quiet, "--write-answers", "-k", "answers", *files)
         in_triton = [f"tests/test_{name}.py" for name, (kind, _) in OPERATORS.items() if kind == "triton"]
-        said = checkout.run(*quiet, "-n", "2", "--dist", "loadfile", *(set(files) - set(in_triton)))
-        assert int(re.search(r"(\d+) passed", said)[1]) > 150
-        interpreted = {"TRITON_INTERPRET": "1"}
-        said = checkout.run(*quiet, "-n", "2", "--dist", "loadfile", "--quick", *in_triton, **interpreted)
+        parallel = (*quiet, "--quick", "-n", "2", "--dist", "loadfile")
+        said = checkout.run(*parallel, *sorted(set(files) - set(in_triton)))
         assert int(re.search(r"(\d+) passed", said)[1]) > 100
+        if find_spec("triton"):  # Their C++ is that of the others.
+            said = checkout.run(*parallel, "-k", "triton", *in_triton, TRITON_INTERPRET="1")
+            assert int(re.search(r"(\d+) passed", said)[1]) > 50
 
     def test_what_every_operator_must_have(self, checkout):
         """Kernels, examples in docstrings, a row in the README, a benchmark; and the results that others have still count."""
         files = ["tests/test_libraries.py", *(f"tests/checkout/test_{name}.py" for name in ("docs", "report"))]
+        files.append("tests/checkout/test_bench.py::TestBadInput::test_every_operator_is_measured")
         checkout.run("pytest", "-q", "-p", "no:cacheprovider", *files)
-        checkout.run("pytest", "-q", "-p", "no:cacheprovider", "tests/checkout/test_bench.py", "-k", "every_operator")
 
     def test_style(self, checkout):
         checkout.run("ruff", "check", "--no-cache", ".")
