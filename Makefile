@@ -7,7 +7,7 @@ CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 
-.PHONY: test package env bench bench-check report matrix lint format clean
+.PHONY: test op op-remove package env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,16 @@ build: $(VENV)/.ready
 # By file, as tests of one file share what they build.
 test: build lint
 	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
+op: build
+	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
+	$(MAKE) build
+	$(RUN) -m pytest "tests/test_$(NAME).py" --write-answers
+
+op-remove: $(VENV)/.ready
+	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)
+	$(MAKE) build
 
 # The conda engine has an environment of its own: it needs no torch.
 $(CONDA)/.ready: pyproject.toml

@@ -134,16 +134,16 @@ def guarded(t: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The values of t in every kind of memory layout."""
+    """The values of t in every kind of memory layout, each in memory of its own."""
     yield "contiguous", t.clone(memory_format=torch.contiguous_format)
     yield "offset", torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
     if t.dim() >= 1:
         yield "every second element", torch.stack([t, t], dim=-1)[..., 0]
-        backwards = range(t.dim() - 1, -1, -1)
-        yield "reversed dimensions", t.permute(*backwards).contiguous().permute(*backwards)
+        flip = range(t.dim() - 1, -1, -1)
+        yield "reversed dimensions", t.permute(*flip).clone(memory_format=torch.contiguous_format).permute(*flip)
         yield "rows of a wider matrix", torch.cat([t, t], dim=-1)[..., : t.shape[-1]]
     if t.dim() == 4:
-        yield "channels last", t.contiguous(memory_format=torch.channels_last)
+        yield "channels last", t.clone(memory_format=torch.channels_last)
 
 
 class Contract:

@@ -76,7 +76,7 @@ def register(
             torch.library.register_autograd(qualified, formula, setup_context=setup_context, lib=_library)
         if vmap is not None:
             torch.library.register_vmap(qualified, _within(backend, vmap), lib=_library)
-        if mutates is not None:
+        if mutates is not None and overload != "triton":  # There torch.library does it.
             _register_mutation(getattr(packet, overload), mutates)
 
     replaced: dict[str, Any] = {}
@@ -175,7 +175,9 @@ def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tu
 
     # The interpreter's kernels can't be taken apart by a compiler.
     make: Callable = torch.library.custom_op if _backends.interpreted else torch.library.triton_op
-    operator = make(f"extension_cpp::{name}.triton", run, mutates_args=())
+    schema = getattr(torch.ops.extension_cpp, name).default._schema
+    written = [argument.name for argument in schema.arguments if argument.is_write]
+    operator = make(f"extension_cpp::{name}.triton", run, mutates_args=written)
     finish("triton", "triton")
     if not _backends.interpreted:
         _show_the_compiler(name, "triton")

@@ -1,0 +1,118 @@
+"""`make op` and `make op-remove`: writes the files of a new operator from templates/op, and takes them out again."""
+
+import argparse
+import keyword
+import re
+import subprocess
+import sys
+import tempfile
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from tokenize import generate_tokens
+
+import copier
+import yaml
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = ROOT / "templates" / "op"
+QUESTIONS = yaml.safe_load((TEMPLATE / "copier.yml").read_text())
+KINDS, SHAPES = (list(QUESTIONS[question]["choices"].values()) for question in ("kind", "shape"))
+INIT, README, ANSWERS = (ROOT / path for path in ("extension_cpp/ops/__init__.py", "README.md", "tests/answers.json"))
+SOURCES = ["csrc/{}.*", *(f"{path}{{}}.py" for path in ("extension_cpp/*/", "tests/test_", "benchmarks/bench_"))]
+MEASURED = ["benchmarks/results/{}-*.jsonl", "benchmarks/pictures/{}-*.svg"]
+SCHEMA = r'm\.def\(\s*"(\w+)'
+MAX_LENGTH = 40  # With more the templates' lines get longer than the linter allows.
+
+
+def refuse(name: str, must: str, instead: str = "") -> None:
+    sys.exit(f"templates.op: NAME must {must}, got {name!r}{f': try NAME={instead}' if instead else ''}")
+
+
+def find(name: str, *patterns: str) -> list[Path]:
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern.format(name)))
+
+
+def tidy(program: str, *arguments: str | Path) -> None:
+    """Run a formatter, as where lines are broken depends on how long the name is."""
+    subprocess.run([Path(sys.executable).with_name(program), *arguments], check=True)
+
+
+def render(name: str, kind: str, shape: str) -> tuple[dict[Path, str], str]:
+    """The files of a new operator, and its row of the README's table."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied = copier.run_copy(str(TEMPLATE), folder, {"name": name, "kind": kind, "shape": shape}, quiet=True)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        python = [path for path in paths if path.suffix == ".py"]
+        tidy("ruff", "format", "--quiet", "--config", ROOT / "pyproject.toml", *python)
+        tidy("clang-format", "-i", f"--style=file:{ROOT / '.clang-format'}", *(set(paths) - set(python)))
+        return {ROOT / path.relative_to(folder): path.read_text() for path in paths}, copied.answers.combined["row"]
+
+
+def check_name(name: str, kind: str, shape: str) -> None:
+    snake = re.sub(r"\W+|(?<=[a-z0-9])(?=[A-Z])", "_", name, flags=re.ASCII).lower().lstrip("0123456789_").rstrip("_")
+    if not name or name != snake or len(name) > MAX_LENGTH:
+        refuse(name, f"be in snake_case, of at most {MAX_LENGTH} characters", snake[:MAX_LENGTH] or "my_op")
+    if keyword.iskeyword(name):
+        refuse(name, "not be a word of Python", f"my_{name}")
+    if there := find(name, *SOURCES, *MEASURED, "tests/**/test_{}.py", "extension_cpp/{}"):
+        refuse(name, f"not be taken, as by {there[0].relative_to(ROOT)}", f"my_{name}")
+    python = [text for path, text in render("the_name", kind, shape)[0].items() if path.suffix == ".py"]
+    python += [path.read_text() for path in (INIT, ROOT / "extension_cpp" / "__init__.py")]
+    names = {token.string for text in python for token in generate_tokens(StringIO(text).readline)}
+    if name in names | {op for path in ROOT.glob("csrc/*.cpp") for op in re.findall(SCHEMA, path.read_text())}:
+        refuse(name, "not be taken, as by another name in the code", f"my_{name}")
+
+
+def add(name: str, kind: str, shape: str) -> list[Path]:
+    """Write an operator's files, import it, and put it into the README's table. Returns what was written."""
+    check_name(name, kind, shape)
+    files, row = render(name, kind, shape)
+    for path, text in files.items():
+        with path.open("x") as file:
+            file.write(text)
+    imported = f'\nfrom extension_cpp.ops.{name} import {name}\n\n__all__ = ["{name}", '
+    INIT.write_text(INIT.read_text().replace("\n\n__all__ = [", imported))
+    tidy("ruff", "check", "--quiet", "--fix", "--select", "I,RUF022", INIT)
+    tidy("ruff", "format", "--quiet", INIT)
+    readme = re.sub(r"(?s)(\n## Operators\n.*?\|\n)(?=\n)", lambda table: f"{table[1]}{row}\n", README.read_text())
+    README.write_text(readme)
+    return [*files, INIT, README]
+
+
+def remove(name: str, force: bool) -> list[Path]:
+    """Take out what `add`, the tests and the benchmarks have written. Returns which files that was in."""
+    files = {path: path.read_text() for path in find(name, *SOURCES)} if name.isidentifier() else {}
+    if not files:
+        refuse(name, "be that of an operator's files")
+    if not force and all(render(name, kind, shape)[0] != files for kind, shape in product(KINDS, SHAPES)):
+        refuse(name, "be of files as `make op` writes them, as changes would be lost (FORCE=1 removes them too)")
+    measured = find(name, *MEASURED)
+    for path in (*files, *measured):
+        path.unlink()
+    ops = re.findall(SCHEMA, "".join(files.values()))
+    listed = rf'^from extension_cpp\.ops\.{name} import (\([^)]*\)|.*)\n|(?<=[\[ ])"({"|".join(ops)})"(,\s*|(?=\]))'
+    INIT.write_text(re.sub(listed, "", INIT.read_text(), flags=re.MULTILINE))
+    tidy("ruff", "format", "--quiet", "--config", "format.skip-magic-trailing-comma=true", INIT)
+    README.write_text(re.sub(rf"^\| `({'|'.join(ops)})\(.*\n", "", README.read_text(), flags=re.MULTILINE))
+    stored = re.findall(r'"(\w+)": (\{\n.*?\n\})', ANSWERS.read_text(), re.DOTALL)
+    ANSWERS.write_text("{" + ",\n".join(f'"{op}": {answers}' for op, answers in stored if op not in ops) + "}\n")
+    if measured:
+        subprocess.run([sys.executable, "-m", "benchmarks.report"], cwd=ROOT, check=True)
+    return [*files, *measured, INIT, README, ANSWERS]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m templates.op", description=__doc__)
+    parser.add_argument("action", choices=("add", "remove"))
+    parser.add_argument("name", help="of the operator, its function and its files")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="what its CUDA kernel is written in")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="what it returns")
+    parser.add_argument("--force", action="store_true", help="remove what was changed, too")
+    given = parser.parse_args()
+    made = given.action == "add"
+    paths = add(given.name, given.kind, given.shape) if made else remove(given.name, given.force)
+    said = ["wrote" if made else "removed", *(f"  {path.relative_to(ROOT)}" for path in paths)]
+    said += [f"next: what csrc/{given.name}.* compute, then the rest; docs/add-an-operator.md leads through it"] * made
+    Console(highlight=False, soft_wrap=True).print("\n".join(said))
