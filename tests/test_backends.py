@@ -299,6 +299,7 @@ assert seen == ["extension_cpp.add_one.triton"], seen
 
 @needs_triton
 @pytest.mark.skipif(not CUDA, reason="this torch was built without CUDA")
+@pytest.mark.skipif(_backends.interpreted, reason="the interpreter's kernels can't be taken apart")
 class TestTheCompilerSeesInside:
     """On CUDA, or, where there is none, on fake tensors."""
 

@@ -134,6 +134,8 @@ def plain(*inputs: Tensor) -> Tensor | None:
     the checks one by one take longer than a launch.
     """
     first = inputs[0]
+    if type(first) is not Tensor:
+        return None
     dtype, shape, device = first.dtype, first.shape, first.device
     for t in inputs:
         if type(t) is not Tensor or t.layout != torch.strided or t.dtype != dtype or t.shape != shape:

@@ -174,7 +174,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--op", "nothing"], "there is no benchmark of 'nothing'; there are families muladd, "),
+            (["--op", "nothing"], "there is no benchmark of 'nothing'; there are families add_one, "),
             (["--device", "tpu"], "there is no device 'tpu' here, only cpu"),
             (["--device", "cuda"], "there is no device 'cuda' here, only cpu"),
         ],
