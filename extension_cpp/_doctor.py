@@ -254,10 +254,10 @@ def no_kernels(facts: Facts, causes: set[str]) -> Iterator[Finding]:
     served, errors = facts.probe.get("backends", {}), facts.probe.get("load_errors", {})
     cuda = facts.gpus and facts.library("_C_cuda") and not causes and not errors
     for kind in ("cpu", "cuda") if cuda else ("cpu",):
-        if served and all(by_kind.get(kind) == "reference" for by_kind in served.values()):
-            how = f"that serves {', '.join(served)}, though no library failed to load"
+        if served and all(by_kind.get(kind) != "native" for by_kind in served.values()):
+            how = f"none of {', '.join(served)} does, though no library failed to load"
             mend = install_package(facts, built_as(facts))
-            yield Finding("not-native", f"on {kind} every operator runs its PyTorch reference", how, mend)
+            yield Finding("not-native", f"no operator runs compiled code on {kind}", how, mend)
 
 
 def hidden_gpus(facts: Facts, causes: set[str]) -> Iterator[Finding]:

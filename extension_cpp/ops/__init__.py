@@ -5,14 +5,4 @@ from extension_cpp.ops.convrnn import convrnn_forward
 from extension_cpp.ops.muladd import myadd_out, mymul, mymuladd
 from extension_cpp.ops.nms import batched_nms, nms, nms_padded
 
-__all__ = [
-    "add_one",
-    "batched_nms",
-    "convrnn_forward",
-    "my_op",
-    "myadd_out",
-    "mymul",
-    "mymuladd",
-    "nms",
-    "nms_padded",
-]
+__all__ = ["add_one", "batched_nms", "convrnn_forward", "my_op", "myadd_out", "mymul", "mymuladd", "nms", "nms_padded"]

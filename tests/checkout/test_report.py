@@ -53,7 +53,7 @@ def test_results_are_of_the_whole_family():
 
 def test_pictures_are_small(rendered):
     sizes = [len(content) for path, content in rendered.items() if path.suffix == ".svg"]
-    assert max(sizes) < 100_000 and sum(sizes) < 500_000
+    assert max(sizes) < 100_000 and sum(sizes) < 40_000 * len(sizes)
 
 
 def test_a_readme_without_marks():
