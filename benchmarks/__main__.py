@@ -83,7 +83,7 @@ def check(pairs: list[tuple[str, str]], console: Console) -> int:
             continue
         machine = records.machine(device)
         same = machine == then.header["machine"]
-        found = list(compare.check(cases(family, device), then, same))
+        found = compare.check(cases(family, device), then, same)
         where = "" if same else f"; the committed results are of {then.header['machine']}"
         console.print(compare.table(f"{family}, {machine}{where}", found))
         slower += [change for change in found if change.verdict == "slower"]
