@@ -24,6 +24,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -42,12 +43,6 @@ ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipe"
 VARIANTS = ("cpu", "cuda", "all")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "extension_cpp", "tests", "recipe", "channel")
-QUESTION = """
-import torch, extension_cpp
-answer = extension_cpp.mymuladd(torch.tensor([1.0, 2.0]), torch.tensor([3.0]), 0.5)
-kernels = "with CUDA kernels" if torch.version.cuda and not extension_cpp.load_errors else "on the CPU"
-print(f"mymuladd([1, 2], [3], 0.5) = {answer.tolist()} under torch {torch.__version__}, {kernels}")
-"""
 
 console = Console(width=None if Console().is_terminal else 120, highlight=False)
 
@@ -127,7 +122,7 @@ def source_files() -> Iterator[Path]:
     for name in SOURCES:
         path = ROOT / name
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (f for f in files if f.is_file() and f.suffix != ".so" and "__pycache__" not in f.parts)
+        yield from (f for f in files if f.is_file() and not re.search(r"/(__pycache__/|\.)|\.so$", f"/{relative(f)}"))
 
 
 def fingerprint(*others: str) -> str:
@@ -215,7 +210,7 @@ def make_reproducible(package: Path, epoch: int) -> None:
         os.replace(final, package)
 
 
-def test(package: Path, url: str, log: Log) -> str:
+def test(package: Path, url: str, dist: Path, log: Log) -> str:
     """Run the tests that the package carries; returns what pytest says in its last line."""
     try:
         results = rattler_build.Package.from_file(package).run_tests(channel=[url], progress_callback=log)
@@ -224,7 +219,7 @@ def test(package: Path, url: str, log: Log) -> str:
     except rattler_build.RattlerBuildError as error:
         passed, reason = False, f"{error}\n"
     if not passed:
-        failed = package.parents[2] / "failed" / package.name
+        failed = dist / "failed" / package.name
         failed.parent.mkdir(exist_ok=True)
         os.replace(package, failed)
         raise ChannelError(
@@ -274,14 +269,15 @@ async def install(specs: list[str], channels: list[str], prefix: Path) -> list[s
 
 
 def ask(prefix: Path) -> str:
-    python = prefix / "bin" / "python"
-    done = subprocess.run([python, "-c", QUESTION], capture_output=True, text=True, cwd=prefix)
+    program = [prefix / "bin" / "python", ROOT / "tests" / "smoke.py"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=prefix)
     if done.returncode:
-        raise ChannelError(f"the installed package does not answer:\n{done.stderr}")
+        raise ChannelError(f"the installed package does not answer:\n{done.stdout}{done.stderr}")
     return done.stdout.strip()
 
 
 def make(variant: str, dist: Path) -> None:
+    """Build, test, install and call each variant; what was made already only answers again."""
     if variant not in VARIANTS:
         raise ChannelError(f"VARIANT must be {', '.join(VARIANTS[:-1])} or {VARIANTS[-1]}, got {variant!r}")
     steps = Steps()
@@ -291,54 +287,81 @@ def make(variant: str, dist: Path) -> None:
         with steps("local channel") as status:
             local.report = lambda what: status.update(f"local channel: [dim]{what}")
             local.ensure(cuda=variant != "cpu")
-    for proc, rendered in render(variant, local=url.startswith("file:")).items():
+    state_file, work = dist / "packages.json", dist / "work"
+    states = json.loads(state_file.read_text()) if state_file.exists() else {}
+    shutil.rmtree(work, ignore_errors=True)
+    wanted = render(variant, local=url.startswith("file:"))
+    built: dict[str, Path] = {}
+    marks: dict[str, str] = {}
+    for proc, rendered in wanted.items():
         if proc != "cpu":  # The solver takes CUDA packages where there is a driver; building and testing needs none.
             os.environ.setdefault("CONDA_OVERRIDE_CUDA", f"{proc[4:-1]}.{proc[-1]}")
-        mark = fingerprint(proc, url, local.digest(proc != "cpu") if local else "", os.environ["SOURCE_DATE_EPOCH"])
-        make_one(proc, rendered, url, mark, dist, steps)
-        steps = Steps()
-
-
-def make_one(proc: str, rendered: rattler_build.RenderedVariant, url: str, mark: str, dist: Path, steps: Steps) -> None:
-    """Build, test, install and call one variant; what was made already only answers again."""
-    state_file, target, prefix = dist / "packages.json", dist / "conda", dist / "env" / proc
-    states = json.loads(state_file.read_text()) if state_file.exists() else {}
-    state = states.get(proc, {})
-    package = target / SUBDIR / state.get("package", "none")
-    if state.get("fingerprint") != mark or not package.exists() or not (prefix / "conda-meta").exists():
-        work = dist / "work"
-        shutil.rmtree(work, ignore_errors=True)
+        digest = local.digest(proc != "cpu") if local else ""
+        marks[proc] = fingerprint(proc, url, digest, os.environ["SOURCE_DATE_EPOCH"])
+        state = states.get(proc, {})
+        there = (dist / "conda" / SUBDIR / state.get("package", "none")).exists()
+        if state.get("fingerprint") == marks[proc] and there and (dist / "env" / proc / "conda-meta").exists():
+            console.print(f"{proc}: nothing has changed since this package was built and tested")
+            continue
         with steps(f"build {proc}") as status:
-            built = build(rendered, url, work, Log(dist / "logs" / f"build-{proc}.log", status, f"build {proc}"))
-        with steps(f"test {proc}") as status:
-            log = Log(dist / "logs" / f"test-{proc}.log", status, f"test {proc}")
-            summary = test(built, url, log)
+            log = Log(dist / "logs" / f"build-{proc}.log", status, f"build {proc}")
+            built[proc] = build(rendered, url, work / proc, log)
+    summaries = test_all(built, url, dist, steps) if built else {}
+    for proc, package in built.items():
         with steps(f"install {proc}"):
-            (target / SUBDIR).mkdir(parents=True, exist_ok=True)
-            (target / "noarch").mkdir(exist_ok=True)
-            for old in (target / SUBDIR).glob(f"extension_cpp-*-{proc}_*.conda"):
-                old.unlink()
-            package = target / SUBDIR / built.name
-            os.replace(built, package)
-            asyncio.run(rattler.index.index_fs(target, force=True, write_zst=False, write_shards=False))
-            channels = [target.resolve().as_uri(), url]
-            asyncio.run(install([f"extension_cpp * {proc}*", "python"], channels, prefix))
-        shutil.rmtree(work, ignore_errors=True)
-        state = {"fingerprint": mark, "package": package.name, "tests": summary, "seconds": steps.seconds}
-    else:
-        console.print(f"{proc}: nothing has changed since this package was built and tested")
-    with steps(f"call {proc}"):
-        answer = ask(prefix)
-    state_file.write_text(json.dumps({**states, proc: state}, indent=1) + "\n")
-    show(package, prefix, state, steps, answer)
+            package = add_to_channel(package, proc, dist)
+            channels = [(dist / "conda").resolve().as_uri(), url]
+            asyncio.run(install([f"extension_cpp * {proc}*", "python"], channels, dist / "env" / proc))
+        states[proc] = {"fingerprint": marks[proc], "package": package.name, "tests": summaries[proc]}
+        state_file.write_text(json.dumps(states, indent=1) + "\n")
+    shutil.rmtree(work, ignore_errors=True)
+    for proc in wanted:
+        with steps(f"call {proc}"):
+            answer = ask(dist / "env" / proc)
+        show(dist, proc, states[proc], steps.seconds, answer)
 
 
-def show(package: Path, prefix: Path, state: dict, steps: Steps, answer: str) -> None:
+def test_all(built: dict[str, Path], url: str, dist: Path, steps: Steps) -> dict[str, str]:
+    """Test the packages side by side, as each test mostly waits for one core. Returns what pytest said of each."""
+
+    def one(proc: str) -> str | ChannelError:
+        start = time.monotonic()
+        try:
+            return test(built[proc], url, dist, Log(dist / "logs" / f"test-{proc}.log", status, f"test {proc}"))
+        except ChannelError as error:
+            return error
+        finally:
+            steps.seconds[f"test {proc}"] = time.monotonic() - start
+
+    title = f"test {' and '.join(built)}" + " side by side" * (len(built) > 1)
+    with steps(title) as status, ThreadPoolExecutor() as pool:
+        results = dict(zip(built, pool.map(one, built)))
+    errors = [str(result) for result in results.values() if isinstance(result, ChannelError)]
+    if errors:
+        raise ChannelError("\n".join(errors))
+    return {proc: str(result) for proc, result in results.items()}
+
+
+def add_to_channel(package: Path, proc: str, dist: Path) -> Path:
+    """In place of the package of this variant that was there."""
+    target = dist / "conda"
+    (target / SUBDIR).mkdir(parents=True, exist_ok=True)
+    (target / "noarch").mkdir(exist_ok=True)
+    for old in (target / SUBDIR).glob(f"extension_cpp-*-{proc}_*.conda"):
+        old.unlink()
+    os.replace(package, target / SUBDIR / package.name)
+    asyncio.run(rattler.index.index_fs(target, force=True, write_zst=False, write_shards=False))
+    return target / SUBDIR / package.name
+
+
+def show(dist: Path, proc: str, state: dict, seconds: dict[str, float], answer: str) -> None:
+    package = dist / "conda" / SUBDIR / state["package"]
+    own = [f"{title} {took:.1f} s" for title, took in seconds.items() if title.split()[-1] in (proc, "channel")]
     table = Table("", "", show_header=False, title=package.name, title_justify="left")
     table.add_row("package", f"{relative(package)}, {package.stat().st_size / 1e3:.0f} kB")
-    table.add_row("environment", relative(prefix))
+    table.add_row("environment", relative(dist / "env" / proc))
     table.add_row("tests", state["tests"])
-    table.add_row("time", ", ".join(f"{title} {seconds:.1f} s" for title, seconds in steps.seconds.items()))
+    table.add_row("time", ", ".join(own))
     table.add_row("answer", answer)
     console.print(table)
 
