@@ -1,6 +1,6 @@
 """`make bench`: times every operator that has a benchmark, on the devices present, and leaves results and a report.
 
-make bench BENCH="--op muladd --device cpu"   one family, one device
+make bench BENCH="--op package --device cpu"  one family, one device
 make bench BENCH="--no-save"                  look only
 make bench COMPARE=v0.1.0                     and say what became faster or slower since those results
 """

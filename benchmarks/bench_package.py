@@ -112,10 +112,12 @@ def builds() -> Iterator[Case]:
             raise Unavailable(f"the build failed: {done.stderr.strip().splitlines()[-1]}")
         return time.perf_counter() - start
 
+    sources = (ROOT / "csrc").glob("*.cpp")
+    longest = max(sources, key=lambda path: path.stat().st_size, default=Path("none.cpp"))
     for title, touched, rounds in (
         ("clean build", (), 1),
         ("build, nothing changed", ("README.md",), 3),
-        ("build, one .cpp changed", ("csrc/muladd.cpp",), 1),
+        ("build, one .cpp changed", (f"csrc/{longest.name}",), 1),
     ):
         # The folder lives as long as the last of these.
         contenders = {OURS: lambda touched=touched, _=folder: build(*touched)}

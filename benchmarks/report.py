@@ -109,6 +109,8 @@ def is_package(results: Results) -> bool:
 def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
     operators = [results for results in found if not is_package(results)]
+    if not operators:
+        return "\nNothing was measured yet: `make bench`.\n"
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
     text += "\nA dot is a case, a size or a layout in a dtype; the number is their median.\n\n"
     for of_machine in by_machine(operators).values():
@@ -157,7 +159,7 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     """What each file of the report must hold, by its path in the checkout."""
     operators = [results for results in found if not is_package(results)]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
-    for theme in pictures.THEMES:
+    for theme in pictures.THEMES if operators else ():
         files[PICTURES / f"overview-{theme}.svg"] = overview.overview(operators, theme)
         for op in drawn(operators):
             files[PICTURES / f"{op}-{theme}.svg"] = pictures.operator(operators, op, theme)

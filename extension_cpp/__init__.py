@@ -9,7 +9,8 @@ from typing import Any
 from extension_cpp import _loader, jit
 from extension_cpp._version import __version__
 
-# `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be imported.
+# `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be
+# imported.
 load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
 """Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
 

@@ -1,4 +1,4 @@
-"""`python -m extension_cpp`: what is installed and which implementation serves; `doctor`: what is wrong, and what mends it.
+"""`python -m extension_cpp`: what is installed and what serves; `doctor`: what is wrong, and what mends it.
 
 Works where the package can't be imported, and where torch, rich or pyelftools are missing.
 """

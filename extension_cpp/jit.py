@@ -29,8 +29,8 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
     """Compile and load operators, or only load them where nothing has changed since they were compiled.
 
     Without arguments: the operators of this package, from its own sources, where it was imported without being compiled.
-    Where compiled libraries are installed, ``EXTENSION_CPP_JIT=1`` in the environment, before the import, lets those that
-    are compiled just in time take their place.
+    Where compiled libraries are installed, ``EXTENSION_CPP_JIT=1`` in the environment, before the import, lets those
+    that are compiled just in time take their place.
 
     Args:
         sources: ``.cpp`` and ``.cu`` files that register operators of yours, on the LibTorch stable ABI. They can include
@@ -38,8 +38,8 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
             files another, which is left out where torch was built without CUDA.
         name: what the libraries are called; the name of the first source by default.
 
-    The cache is in ``TORCH_EXTENSIONS_DIR``, else in ``~/.cache/extension_cpp``: a folder for each set of sources, flags,
-    compilers and versions of torch and CUDA. In it only what has changed is compiled again, by one process at a time.
+    The cache is in ``TORCH_EXTENSIONS_DIR``, else in ``~/.cache/extension_cpp``: a folder for each set of sources,
+    flags, compilers and versions of torch and CUDA. In it only what has changed is compiled again, by one process at a time.
     GPUs are compiled for that are in the machine; ``TORCH_CUDA_ARCH_LIST`` names others. ``USE_CUDA``, ``CUDA_HOME``,
     ``DEBUG``, ``MAX_JOBS``, ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` mean what they mean for ``pip install .``.
 
@@ -64,8 +64,8 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
         return
     if _loader.libraries:
         raise RuntimeError(
-            f"extension_cpp.jit.load: the operators are registered by {_loader.libraries['_C']}, and a process can register "
-            "them once; EXTENSION_CPP_JIT=1 before the import lets the sources take its place"
+            f"extension_cpp.jit.load: the operators are registered by {_loader.libraries['_C']}, and a process can "
+            "register them once; EXTENSION_CPP_JIT=1 before the import lets the sources take its place"
         )
     load_package()
     _loader.just_in_time = True
@@ -102,8 +102,8 @@ def load_once(library: Path) -> None:
     content = hashlib.sha256(library.read_bytes()).digest()
     if _loaded.setdefault(library, content) != content:
         raise RuntimeError(
-            f"extension_cpp.jit.load: {library.name} was loaded, has been compiled anew since, and a process can register "
-            "operators once; start Python again"
+            f"extension_cpp.jit.load: {library.name} was loaded, has been compiled anew since, and a process can "
+            "register operators once; start Python again"
         )
     torch.ops.load_library(library)
 

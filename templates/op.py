@@ -23,6 +23,7 @@ INIT, README, ANSWERS = (ROOT / path for path in ("extension_cpp/ops/__init__.py
 SOURCES = ["csrc/{}.*", *(f"{path}{{}}.py" for path in ("extension_cpp/*/", "tests/test_", "benchmarks/bench_"))]
 MEASURED = ["benchmarks/results/{}-*.jsonl", "benchmarks/pictures/{}-*.svg"]
 SCHEMA = r'm\.def\(\s*"(\w+)'
+SHORT_LISTS = ("--config", "format.skip-magic-trailing-comma=true")
 MAX_LENGTH = 40  # With more the templates' lines get longer than the linter allows.
 
 
@@ -45,7 +46,10 @@ def render(name: str, kind: str, shape: str) -> tuple[dict[Path, str], str]:
         copied = copier.run_copy(str(TEMPLATE), folder, {"name": name, "kind": kind, "shape": shape}, quiet=True)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         python = [path for path in paths if path.suffix == ".py"]
-        tidy("ruff", "format", "--quiet", "--config", ROOT / "pyproject.toml", *python)
+        config = ("--quiet", "--config", ROOT / "pyproject.toml")
+        ours = "lint.isort.known-first-party = ['extension_cpp', 'benchmarks']"
+        tidy("ruff", "check", *config, "--config", ours, "--select", "I", "--fix", *python)
+        tidy("ruff", "format", *config, *python)
         tidy("clang-format", "-i", f"--style=file:{ROOT / '.clang-format'}", *(set(paths) - set(python)))
         return {ROOT / path.relative_to(folder): path.read_text() for path in paths}, copied.answers.combined["row"]
 
@@ -75,7 +79,7 @@ def add(name: str, kind: str, shape: str) -> list[Path]:
     imported = f'\nfrom extension_cpp.ops.{name} import {name}\n\n__all__ = ["{name}", '
     INIT.write_text(INIT.read_text().replace("\n\n__all__ = [", imported))
     tidy("ruff", "check", "--quiet", "--fix", "--select", "I,RUF022", INIT)
-    tidy("ruff", "format", "--quiet", INIT)
+    tidy("ruff", "format", "--quiet", *SHORT_LISTS, INIT)
     readme = re.sub(r"(?s)(\n## Operators\n.*?\|\n)(?=\n)", lambda table: f"{table[1]}{row}\n", README.read_text())
     README.write_text(readme)
     return [*files, INIT, README]
@@ -94,7 +98,7 @@ def remove(name: str, force: bool) -> list[Path]:
     ops = re.findall(SCHEMA, "".join(files.values()))
     listed = rf'^from extension_cpp\.ops\.{name} import (\([^)]*\)|.*)\n|(?<=[\[ ])"({"|".join(ops)})"(,\s*|(?=\]))'
     INIT.write_text(re.sub(listed, "", INIT.read_text(), flags=re.MULTILINE))
-    tidy("ruff", "format", "--quiet", "--config", "format.skip-magic-trailing-comma=true", INIT)
+    tidy("ruff", "format", "--quiet", *SHORT_LISTS, INIT)
     README.write_text(re.sub(rf"^\| `({'|'.join(ops)})\(.*\n", "", README.read_text(), flags=re.MULTILINE))
     stored = re.findall(r'"(\w+)": (\{\n.*?\n\})', ANSWERS.read_text(), re.DOTALL)
     ANSWERS.write_text("{" + ",\n".join(f'"{op}": {answers}' for op, answers in stored if op not in ops) + "}\n")
@@ -114,5 +118,5 @@ if __name__ == "__main__":
     made = given.action == "add"
     paths = add(given.name, given.kind, given.shape) if made else remove(given.name, given.force)
     said = ["wrote" if made else "removed", *(f"  {path.relative_to(ROOT)}" for path in paths)]
-    said += [f"next: what csrc/{given.name}.* compute, then the rest; docs/add-an-operator.md leads through it"] * made
+    said += [f"next: what csrc/{given.name}.* compute, then the rest; the README names a guide"] * made
     Console(highlight=False, soft_wrap=True).print("\n".join(said))

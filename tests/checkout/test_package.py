@@ -16,6 +16,7 @@ import pytest
 import rattler
 import rattler_build
 import yaml
+from clones import clone
 from elftools.elf.elffile import ELFFile
 
 import extension_cpp
@@ -190,8 +191,8 @@ class TestPackage:
         done = make(VARIANT="all")
         for proc in PROCS:
             assert f"{proc}: nothing has changed since this package was built and tested" in done.stdout
-        assert "[3.5, 6.5] under torch 2.13.0+cpu, on the CPU" in done.stdout
-        assert "[3.5, 6.5] under torch 2.14.1+cu130, with CUDA kernels" in done.stdout
+        assert "operators do as documented under torch 2.13.0+cpu, on the CPU" in done.stdout
+        assert "operators do as documented under torch 2.14.1+cu130, with CUDA kernels" in done.stdout
 
     @pytest.mark.parametrize("proc", PROCS)
     def test_report_and_doctor(self, packages, proc):
@@ -233,10 +234,11 @@ class TestPackage:
             names = {record.name.normalized for record in records}
             assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names
 
-    def test_build_commands_of_the_readme(self):
+    def test_build_commands_of_the_documents(self):
         """They name the recipe and conda-forge and nothing else, which test_render and test_reproducible build from."""
-        assert "\nconda build recipe/ -c conda-forge\n" in readme()
-        assert "\nrattler-build build -r recipe/recipe.yaml -c conda-forge\n" in readme()
+        document = (ROOT / "docs" / "build.md").read_text()
+        assert "\nconda build recipe/ -c conda-forge\n" in document
+        assert "\nrattler-build build -r recipe/recipe.yaml -c conda-forge\n" in document
 
 
 def readme() -> str:
@@ -362,20 +364,20 @@ class TestBadInput:
         assert re.search(r"No candidates were found for pytorch", done.stdout), done.stdout
 
     def test_unreadable_recipe_and_uncommitted_changes(self, packages, tmp_path):
-        checkout = clone(tmp_path)
+        checkout = clone(tmp_path / "checkout")
         (checkout / "recipe" / "recipe.yaml").write_text("package: [extension_cpp\n")
         done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
         assert "note: 1 uncommitted change will be in the package: recipe/recipe.yaml" in done.stdout
         assert done.returncode == 1 and "error: recipe/recipe.yaml can't be read" in done.stdout
 
     def test_compiler_error(self, packages, tmp_path):
-        checkout = clone(tmp_path)
+        checkout = clone(tmp_path / "checkout")
         (checkout / "csrc" / "broken.cpp").write_text("int broken = ;\n")
         done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
         assert done.returncode == 1 and "broken.cpp:1:14: error" in done.stdout
 
     def test_failed_tests_keep_a_package_out_of_the_channel(self, packages, tmp_path):
-        checkout, dist = clone(tmp_path), tmp_path / "dist"
+        checkout, dist = clone(tmp_path / "checkout"), tmp_path / "dist"
         (checkout / "tests" / "smoke.py").write_text("raise SystemExit('this package is no good')\n")
         done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(dist))
         assert done.returncode == 1 and "this package is no good" in done.stdout
@@ -389,20 +391,6 @@ class TestBadInput:
         index(channel)
         done = make(CHANNEL=str(channel), DIST=str(tmp_path / "dist"), VARIANT="cuda")
         assert done.returncode == 1 and "No candidates were found for cuda-nvcc_linux-64" in done.stdout, done.stdout
-
-
-def clone(folder: Path) -> Path:
-    """The committed state and, over it, what this checkout has changed, committed too."""
-    checkout = folder / "checkout"
-    subprocess.run(["git", "clone", "-q", ROOT, checkout], check=True)
-    for path in package.source_files():
-        target = checkout / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, target)
-    git = ["git", "-C", checkout, "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    subprocess.run([*git, "add", "-A"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "as it is"], check=True)
-    return checkout
 
 
 class TestEnvironment:

@@ -1,0 +1,72 @@
+"""What copier.yml needs: the renaming of this repository's files, and what is done once they are there."""
+
+import keyword
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from jinja2 import Environment
+from jinja2.ext import Extension
+
+ROOT = Path(__file__).resolve().parents[1]
+OTHERS = Path(__file__).resolve().with_suffix("")
+NAMES = {
+    "extension_cpp": "~[ name ]~",
+    "EXTENSION_CPP": "~[ name | upper ]~",
+    "https://github.com/pytorch/extension-cpp": "~[ homepage ]~",
+}
+MAX_LENGTH = 20  # With more, comments get longer than the linter allows.
+TOOLS = {"ruff": "ruff", "clang_format": "clang-format", "rich": "rich"}
+EXAMPLE = "scale"
+
+
+class Rename(Extension):
+    """Every file, and every file's path, under the distribution's name; some files are others altogether."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        environment.filters["refused"] = refused
+        environment.globals["stems"] = [path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py")]
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        if name and (OTHERS / name).is_file():
+            return (OTHERS / name).read_text()
+        if name == "Makefile":  # The target that made the distribution.
+            source = re.sub(r"(?m)(^# .*\n)+new-distribution:.*\n(\t.*\n)+\n", "", source)
+            source = source.replace(" new-distribution", "")
+        for ours, theirs in NAMES.items():
+            source = source.replace(ours, theirs)
+        return source
+
+
+def refused(name: str) -> str:
+    """Why a distribution can't have a name; nothing where it can."""
+    snake = re.sub(r"\W+|(?<=[a-z0-9])(?=[A-Z])", "_", name, flags=re.ASCII).lower().lstrip("0123456789_").rstrip("_")
+    if not name or name != snake or len(name) > MAX_LENGTH:
+        suggested = snake[:MAX_LENGTH].rstrip("_") or "my_ops"
+        return f"name must be in snake_case, of at most {MAX_LENGTH} characters, got {name!r}: try {suggested}"
+    taken = {*sys.stdlib_module_names, *TOOLS, "torch", "triton", "numpy", "extension_cpp"}
+    taken |= {path.name for path in ROOT.iterdir() if path.is_dir()}
+    if keyword.iskeyword(name) or name in taken:
+        return f"name must not be taken, as by a module of Python, torch or a folder here, got {name!r}: try {name}_ops"
+    return ""
+
+
+def finish(operation: str) -> None:
+    """In the new distribution: break lines by the new lengths; write its example, which is its owner's from then on."""
+    lacking = [package for module, package in TOOLS.items() if not find_spec(module)]
+    if lacking:
+        sys.exit(f"templates.distribution: beside copier there must be {' and '.join(lacking)}: pip install them there")
+    scripts = Path(sys.executable).parent
+    ruff = [sys.executable, "-m", "ruff"]
+    subprocess.run([*ruff, "check", "--no-cache", "--quiet", "--fix", "--select", "I,RUF022", "."], check=True)
+    subprocess.run([*ruff, "format", "--no-cache", "--quiet", "."], check=True)
+    subprocess.run([scripts / "clang-format", "-i", *map(str, Path("csrc").iterdir())], check=True)
+    if operation == "copy":
+        subprocess.run([sys.executable, "-m", "templates.op", "add", EXAMPLE], check=True)
+
+
+if __name__ == "__main__":
+    finish(sys.argv[1])

@@ -1,0 +1,3 @@
+"""The operators, one module a family."""
+
+__all__ = []

@@ -1,0 +1,329 @@
+"""`make new-distribution`, `make op` and `make op-remove`: what they write passes every test, and leaves no trace."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import copier
+import pytest
+from clones import ROOT, clone, commit, environment, git
+
+from templates import distribution as made_by
+from templates import op
+
+NAME = "my_extensions"  # As long as the original's, so that lines are broken where the guide shows them.
+# Names of which some make lines longer than they may be.
+OPERATORS = {
+    "scale": ("cpp", "one-output"),
+    "in_two_parts": ("cpp", "two-outputs"),
+    "scale_in_place": ("cpp", "in-place"),
+    "scale_and_shift_by_what_is_optional_or": ("cpp", "optional"),
+    "positive": ("cpp", "data-dependent"),
+}
+OPERATORS |= {f"t{i}": ("triton", shape) for i, shape in enumerate(op.SHAPES)}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """What git would see."""
+    left_out = re.compile(r"\.so$|^build/|^\.git/|\.egg-info/|__pycache__|\.\w+_cache/|\.hypothesis/")
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in paths if not left_out.search(str(path.relative_to(folder)))}
+
+
+class Checkout:
+    before: dict[Path, bytes]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def run(self, *arguments: str, fails: bool = False, **variables: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            cwd=self.path,
+            env=environment(self.path, **variables),
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode != 0) == fails, done.stdout[-8000:] + done.stderr[-4000:]
+        return done.stdout + done.stderr
+
+    def build(self) -> None:
+        variables = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0+PTX"}  # One is quick.
+        build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        done = subprocess.run(build, cwd=self.path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0 and "warning" not in done.stdout, done.stdout[-8000:]
+
+    def lint(self) -> None:
+        self.run("ruff", "check", "--no-cache", ".")
+        self.run("ruff", "format", "--no-cache", "--check", ".")
+        sources = [str(path) for path in (self.path / "csrc").iterdir()]
+        clang_format = Path(sys.executable).with_name("clang-format")
+        subprocess.run([clang_format, "--dry-run", "--Werror", *sources], check=True)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    return clone(tmp_path_factory.mktemp("original") / "extension_cpp")
+
+
+def generate(original: Path, path: Path, name: str = NAME) -> Checkout:
+    """A new distribution, committed."""
+    copier.run_copy(str(original), path, {"name": name}, defaults=True, unsafe=True, quiet=True, vcs_ref="HEAD")
+    git(path, "init", "--quiet", "--initial-branch", "main")
+    commit(path, "A distribution of operators")
+    return Checkout(path)
+
+
+@pytest.fixture(scope="module")
+def checkout(original, tmp_path_factory) -> Checkout:
+    """A distribution with an operator of each kind and shape, built."""
+    made = generate(original, tmp_path_factory.mktemp("made") / NAME)
+    made.run("templates.op", "remove", made_by.EXAMPLE)
+    made.before = contents(made.path)
+    for name, (kind, shape) in OPERATORS.items():
+        said = made.run("templates.op", "add", name, "--kind", kind, "--shape", shape)
+        assert f"csrc/{name}.cpp" in said
+    made.build()
+    return made
+
+
+class TestDistribution:
+    def test_nothing_of_the_original(self, checkout):
+        """Neither its name, but where the README says what it was made from, nor its operators."""
+        ops = "|".join(path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py"))
+        for path, content in contents(checkout.path).items():
+            where = path.relative_to(checkout.path)
+            assert not re.search(rf"extension_cpp|\b({ops})\b", str(where))
+            lines = [line for line in content.decode().splitlines() if "github.com/pytorch/extension-cpp" not in line]
+            found = re.search(rf"(?i)extension_cpp|\b({ops})\b", "\n".join(lines))
+            assert not found or where.name == ".copier-answers.yml", f"{found[0]} in {where}"
+
+    def test_same_layout(self, original, checkout):
+        kept = {
+            path.name for path in ROOT.iterdir() if path.name in git(ROOT, "ls-files").replace("\n", "/").split("/")
+        }
+        here = {path.name.replace(NAME, "extension_cpp") for path in checkout.path.iterdir()}
+        assert kept - here <= {"docs", "examples", "CONTRIBUTING.md", "copier.yml"}
+
+    @pytest.mark.parametrize("name", ["ops", "a_distribution_of_20"])
+    def test_style_whatever_the_name(self, original, tmp_path, name):
+        generate(original, tmp_path / name, name).lint()
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("My-Ops", "be in snake_case, of at most 20 characters, got 'My-Ops': try my_ops"),
+            ("", "be in snake_case, of at most 20 characters, got '': try my_ops"),
+            ("x" * 21, f"be in snake_case, of at most 20 characters, got '{'x' * 21}': try {'x' * 20}"),
+            ("json", "not be taken, as by a module of Python, torch or a folder here, got 'json': try json_ops"),
+            ("class", "not be taken, as by a module of Python, torch or a folder here, got 'class': try class_ops"),
+            ("tests", "not be taken, as by a module of Python, torch or a folder here, got 'tests': try tests_ops"),
+            ("torch", "not be taken, as by a module of Python, torch or a folder here, got 'torch': try torch_ops"),
+        ],
+    )
+    def test_names(self, original, tmp_path, name, message):
+        with pytest.raises(ValueError, match=re.escape(f"name must {message}")):
+            generate(original, tmp_path / "made", name)
+        assert not (tmp_path / "made").exists()
+
+    def test_update(self, original, tmp_path):
+        """What became better there comes here; what was changed here stays, the example that was taken out is not back."""
+        template = tmp_path / "template"
+        git(tmp_path, "clone", "--quiet", str(original), str(template))
+        made = generate(template, tmp_path / "ops", "ops")
+        made.run("templates.op", "remove", "scale")
+        made.run("templates.op", "add", "mine")
+        (made.path / "csrc" / "launch.cuh").open("a").write("// Mine.\n")
+        commit(made.path, "An operator of mine")
+        header = template / "csrc" / "check.h"
+        header.write_text(header.read_text() + "// Better, for extension_cpp.\n")
+        (template / "csrc" / "new.h").write_text("#pragma once\n")
+        (template / "csrc" / "huge_pages.h").unlink()
+        ours = template / "csrc" / "muladd.h"
+        ours.write_text(ours.read_text() + "// Ours alone.\n")
+        commit(template, "Better")
+        copier.run_update(made.path, defaults=True, overwrite=True, unsafe=True, quiet=True, vcs_ref="HEAD")
+        changed = dict(
+            reversed(line.split(maxsplit=1)) for line in git(made.path, "status", "--porcelain").splitlines()
+        )
+        there = {".copier-answers.yml": "M", "csrc/check.h": "M", "csrc/new.h": "??", "csrc/huge_pages.h": "D"}
+        assert changed == there
+        assert (made.path / "csrc" / "check.h").read_text().endswith("// Better, for ops.\n")
+
+    def test_package_beside_the_original(self, original, tmp_path):
+        """Built with CUDA, tested, and installed by a solver: both packages' operators in one process."""
+        channels = {"CHANNEL": (ROOT / "dist" / "channel").as_uri(), "RATTLER_CACHE_DIR": str(ROOT / "dist" / "cache")}
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        variables = {**channels, "PATH": path, "VARIANT": "cuda"}
+        Checkout(ROOT).run("channel.package", **{**variables, "CHANNEL": "local"})
+        made = generate(original, tmp_path / "made")
+        said = made.run("channel.package", **variables)
+        assert "1 of 1 operators do as documented under torch 2.14.1+cu130, with CUDA kernels" in said
+        wanted = [
+            (tmp_path / "made" / "dist" / "conda").as_uri(),
+            (ROOT / "dist" / "conda").as_uri(),
+            channels["CHANNEL"],
+        ]
+        install = f"""
+import asyncio, json
+from pathlib import Path
+from channel.package import install, leave
+asyncio.run(install(["{NAME}=*=cuda*", "extension_cpp=*=cuda*", "python"], {wanted}, Path({str(tmp_path / "env")!r})))
+leave(0)
+"""
+        (tmp_path / "install.py").write_text(install)
+        done = subprocess.run(
+            [sys.executable, tmp_path / "install.py"],
+            env=environment(ROOT, CONDA_OVERRIDE_CUDA="13.0", **channels),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        call = f"""
+import torch, extension_cpp, {NAME}
+x = torch.ones(3)
+torch.testing.assert_close({NAME}.scale(x, 2.0), extension_cpp.my_op(x, 2.0))
+step = torch.compile(lambda x: extension_cpp.mymul({NAME}.scale(x, 2.0), x), fullgraph=True, backend="aot_eager")
+assert step(x).tolist() == [2.0] * 3
+both = extension_cpp.backends()["mymul"]["cuda"], {NAME}.backends()["scale"]["cuda"]
+assert both == ("native", "native") and not {NAME}.load_errors and not extension_cpp.load_errors, both
+"""
+        done = subprocess.run(
+            [tmp_path / "env" / "bin" / "python", "-c", call], capture_output=True, text=True, cwd="/"
+        )
+        assert done.returncode == 0, done.stderr
+
+
+class TestAdd:
+    def test_contract(self, checkout):
+        """Of each, and in Triton's interpreter where Triton is."""
+        quiet = ("pytest", "-q", "-p", "no:cacheprovider")
+        files = [f"tests/test_{name}.py" for name in OPERATORS]
+        checkout.run(*quiet, "--write-answers", "-k", "answers", *files)
+        in_triton = [f"tests/test_{name}.py" for name, (kind, _) in OPERATORS.items() if kind == "triton"]
+        parallel = (*quiet, "--quick", "-n", "2", "--dist", "loadfile")
+        said = checkout.run(*parallel, *sorted(set(files) - set(in_triton)))
+        assert int(re.search(r"(\d+) passed", said)[1]) > 100
+        if find_spec("triton"):  # Their C++ is that of the others.
+            said = checkout.run(*parallel, "-k", "triton", *in_triton, TRITON_INTERPRET="1")
+            assert int(re.search(r"(\d+) passed", said)[1]) > 50
+
+    def test_what_every_operator_must_have(self, checkout):
+        """Kernels, examples in docstrings, a row in the README."""
+        files = ["tests/test_libraries.py", *(f"tests/checkout/test_{name}.py" for name in ("docs", "report"))]
+        checkout.run("pytest", "-q", "-p", "no:cacheprovider", *files)
+
+    def test_style(self, checkout):
+        checkout.lint()
+        checkout.run("mypy")
+
+    def test_benchmark(self, checkout):
+        """Each case's contenders compute what the reference does."""
+        verify = f"""
+from benchmarks import harness
+from benchmarks.__main__ import cases
+for name in {list(OPERATORS)}:
+    case = next(cases(name, "cpu"))
+    harness.verify(case, case.inputs())
+"""
+        (checkout.path / "verify.py").write_text(verify)
+        checkout.run("verify")
+        (checkout.path / "verify.py").unlink()
+
+    def test_the_guide_shows_what_is_written(self, checkout):
+        """Each block of code stands in the file that it names, and each shape has the schema that the table says."""
+        guide = (ROOT / "docs" / "add-an-operator.md").read_text()
+        guide = guide.replace("extension_cpp", NAME).replace("EXTENSION_CPP", NAME.upper())
+        blocks = re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)```", guide, re.DOTALL | re.MULTILINE)
+        for path, block in blocks:
+            assert block in (checkout.path / path).read_text(), path
+        assert len(blocks) == len(re.findall("^```[a-z]+$", guide, re.MULTILINE)) > 5
+        schemas = dict(re.findall(r"^\| `make op NAME=scale(?: SHAPE=)?([\w-]*)` \| `(.*?)`", guide, re.MULTILINE))
+        assert [schema or op.SHAPES[0] for schema in schemas] == op.SHAPES
+        for name, (_, shape) in OPERATORS.items():
+            wanted = schemas.get(shape, schemas[""])
+            assert f'm.def("{name}{wanted}");' in (checkout.path / "csrc" / f"{name}.cpp").read_text()
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("Scale-It", "be in snake_case, of at most 40 characters, got 'Scale-It': try NAME=scale_it"),
+            ("scaleIt", "be in snake_case, of at most 40 characters, got 'scaleIt': try NAME=scale_it"),
+            ("2d", "be in snake_case, of at most 40 characters, got '2d': try NAME=d"),
+            ("_private", "be in snake_case, of at most 40 characters, got '_private': try NAME=private"),
+            ("größe", "be in snake_case, of at most 40 characters, got 'größe': try NAME=gr_e"),
+            ("", "be in snake_case, of at most 40 characters, got '': try NAME=my_op"),
+            ("x" * 41, f"be in snake_case, of at most 40 characters, got '{'x' * 41}': try NAME={'x' * 40}"),
+            ("lambda", "not be a word of Python, got 'lambda': try NAME=my_lambda"),
+            ("scale", "not be taken, as by benchmarks/bench_scale.py, got 'scale': try NAME=my_scale"),
+            ("contract", "not be taken, as by tests/test_contract.py, got 'contract': try NAME=my_contract"),
+            ("report", "not be taken, as by tests/checkout/test_report.py, got 'report': try NAME=my_report"),
+            ("triton", f"not be taken, as by {NAME}/triton, got 'triton': try NAME=my_triton"),
+            ("torch", "not be taken, as by another name in the code, got 'torch': try NAME=my_torch"),
+            ("input", "not be taken, as by another name in the code, got 'input': try NAME=my_input"),
+        ],
+    )
+    def test_names(self, checkout, name, message):
+        before = contents(checkout.path)
+        assert f"templates.op: NAME must {message}" in checkout.run("templates.op", "add", name, fails=True)
+        assert contents(checkout.path) == before
+
+    @pytest.mark.parametrize(
+        ("name", "by"),
+        [
+            ("nms", "benchmarks/bench_nms.py"),
+            ("overview", "benchmarks/pictures/overview-dark.svg"),
+            ("mymul_backward", "another name in the code"),
+        ],
+    )
+    def test_names_of_this_project(self, name, by):
+        with pytest.raises(SystemExit, match=re.escape(f"not be taken, as by {by}, got {name!r}: try NAME=my_{name}")):
+            op.check_name(name, "cpp", "one-output")
+
+
+class TestRemove:
+    """After all others: these take the operators out."""
+
+    def test_what_was_changed_is_kept(self, checkout):
+        path = checkout.path / "csrc" / "scale.h"
+        written = path.read_text()
+        path.write_text(written + "// Mine.\n")
+        before = contents(checkout.path)
+        said = checkout.run("templates.op", "remove", "scale", fails=True)
+        assert "NAME must be of files as `make op` writes them, as changes would be lost (FORCE=1 removes" in said
+        assert contents(checkout.path) == before
+        path.write_text(written)
+
+    def test_no_such_operator(self, checkout):
+        for name in ("absent", "", "*", "../x"):
+            said = checkout.run("templates.op", "remove", name, fails=True)
+            assert f"NAME must be that of an operator's files, got {name!r}" in said
+
+    def test_no_trace_is_left(self, checkout):
+        """Not of results, pictures and answers either."""
+        results = checkout.path / "benchmarks" / "results"
+        results.mkdir()
+        measured = (ROOT / "benchmarks" / "results" / "muladd-cpu.jsonl").read_text()
+        (results / "scale-cpu.jsonl").write_text(re.sub("mymuladd|muladd", "scale", measured))
+        checkout.run("benchmarks.report")
+        assert (checkout.path / "benchmarks" / "pictures" / "scale-dark.svg").exists()
+        (checkout.path / "csrc" / "positive.cpp").open("a").write("// Mine.\n")
+        for name in OPERATORS:
+            checkout.run("templates.op", "remove", name, *(["--force"] if name == "positive" else []))
+        after = contents(checkout.path)
+        assert {path for path in {*after, *checkout.before} if after.get(path) != checkout.before.get(path)} == set()
+
+
+def test_make_passes_them_on():
+    """The Makefile's targets call the commands that the tests call."""
+    for target, wanted in (
+        ("op NAME=scale KIND=triton SHAPE=in-place", 'templates.op add "scale" --kind "triton" --shape "in-place"'),
+        ("op-remove NAME=scale FORCE=1", 'templates.op remove "scale" --force'),
+        ("new-distribution NAME=my_ops DEST=../my_ops", f'--data "name=my_ops" --defaults "{ROOT}" "../my_ops"'),
+    ):
+        done = subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True, text=True)
+        assert wanted in done.stdout
+    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 5
