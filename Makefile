@@ -7,7 +7,7 @@ CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 
-.PHONY: test op op-remove package env bench bench-check report matrix lint format clean
+.PHONY: test op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ op-remove: $(VENV)/.ready
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)
 	$(MAKE) build
 
+# A distribution of one's own: NAME, in the new folder DEST (README.md).
+new-distribution: $(VENV)/.ready
+	$(RUN) -m copier copy --trust --data "name=$(NAME)" --defaults "$(CURDIR)" "$(DEST)"
+
 # The conda engine has an environment of its own: it needs no torch.
 $(CONDA)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-conda
@@ -43,6 +47,22 @@ $(CONDA)/.ready: pyproject.toml
 
 package: $(CONDA)/.ready
 	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.package
+
+# For PyPI: both libraries in one. The older the system that it is made on, the more systems it serves. Where there is no
+# nvcc, NVIDIA's wheels have one.
+NVCC := $(shell command -v nvcc)
+wheel: $(VENV)/.ready $(if $(NVCC),,build/nvcc/.ready)
+	rm -rf dist/wheel
+	USE_CUDA=1 $(if $(NVCC),,CUDA_HOME=$(CURDIR)/build/nvcc/nvidia/cu13) \
+	    $(RUN) -m build --wheel --no-isolation --outdir dist/wheel/made
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	    --wheel-dir dist/wheel dist/wheel/made/*.whl
+
+build/nvcc/.ready: channel/wheels.txt | $(VENV)/.ready
+	mkdir -p build/nvcc
+	grep -E '^nvidia-(cuda-(nvcc|crt|cccl|runtime)|nvvm)==' $< > build/nvcc/wheels.txt
+	$(RUN) -m pip install $(QUIET) --no-deps --upgrade --target build/nvcc -r build/nvcc/wheels.txt
+	touch $@
 
 env: $(CONDA)/.ready
 	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.env

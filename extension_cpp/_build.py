@@ -92,6 +92,9 @@ def rules(nvcc: str | None, includes: Iterable[str], default_architectures: str 
         device += ["-G"] if debug else ["--compress-mode=size"]
         wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
         linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
+        # NVIDIA's wheels have the runtime in lib, where their nvcc doesn't look.
+        runtime = Path(nvcc).resolve().parents[1] / "lib"
+        linked += [f"-L{runtime}"] if (runtime / "libcudart_static.a").exists() else []
         # nvcc makes the names of internal symbols from a random number and the folder; made from the file's name alone,
         # they are the same in every build.
         names = "--frandom-seed=$in -Xcudafe --orig_src_path_name=$in"
