@@ -20,9 +20,9 @@ $(VENV)/.ready: pyproject.toml
 build: $(VENV)/.ready
 	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
-# By file, as tests of one file share what they build.
+# By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 test: build lint
-	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
 op: build

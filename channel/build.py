@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,19 +231,24 @@ class LocalChannel:
             (self.root / subdir).mkdir(exist_ok=True)
         self.drop_damaged()
         lacking = [pin for pin in wheel_pins() if (cuda or not pin.cuda) and not self.has(*pin.package)]
-        wheels = []
-        for which in (False, True):  # pip has no two versions of torch in one go.
-            wanted = [pin for pin in lacking if pin.cuda == which]
-            wheels += download(self.root / ".wheels", wanted, self.report) if wanted else []
-        with tempfile.TemporaryDirectory(dir=self.root, prefix=".work-") as work:
-            self.make_python(Path(work))
-            self.make_abi_packages(Path(work))
-            self.make_system(Path(work))
-            if cuda:
-                self.make_cuda(Path(work))
-            for wheel in wheels:
-                self.make_wheel(wheel, Path(work))
-                wheel.unlink()
+        # Two at a time, as most of it is waiting for the disk, and while the next are downloaded.
+        with tempfile.TemporaryDirectory(dir=self.root, prefix=".work-") as work, ThreadPoolExecutor(2) as pool:
+            made = []
+            try:
+                for which in (False, True):  # pip has no two versions of torch in one go.
+                    wanted = [pin for pin in lacking if pin.cuda == which]
+                    wheels = download(self.root / ".wheels", wanted, self.report) if wanted else []
+                    largest_first = sorted(wheels, key=lambda wheel: -wheel.stat().st_size)
+                    made += [pool.submit(self.make_wheel, wheel, Path(work)) for wheel in largest_first]
+                self.make_python(Path(work))
+                self.make_abi_packages(Path(work))
+                self.make_system(Path(work))
+                if cuda:
+                    self.make_cuda(Path(work))
+                for one in made:
+                    one.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
         if self.built or not (self.root / "noarch" / "repodata.json").exists():
             self.report("index")
             asyncio.run(rattler.index.index_fs(self.root, write_zst=False, write_shards=False))
@@ -292,11 +298,10 @@ class LocalChannel:
         recipe = rattler_build.Stage0Recipe.from_yaml(text)
         config = rattler_build.RenderConfig(extra_context=context)
         tools = rattler_build.ToolConfiguration(test_strategy="skip")
+        out = tempfile.mkdtemp(dir=work)
         for variant in recipe.render(rattler_build.VariantConfig(), config):
             self.report(variant.recipe.package.name)
-            result = variant.run_build(
-                tools, work / "out", channels=[], package_format="conda:3", no_include_recipe=True
-            )
+            result = variant.run_build(tools, out, channels=[], package_format="conda:1", no_include_recipe=True)
             for package in result.packages:
                 self.add(Path(package), result.platform)
 
@@ -304,8 +309,9 @@ class LocalChannel:
         name, full, _, tags = parse_wheel_filename(wheel.name)
         name, version = conda_name(name), full.public
         if self.has(name, version):
+            wheel.unlink()
             return
-        tree = work / name
+        tree = work / f"{name}-{full}"
         pure = all(tag.platform == "any" for tag in tags)
         site = "site-packages" if pure else f"lib/python{PYTHON}/site-packages"
         metadata = unpack(wheel, tree, site, "python-scripts" if pure else "bin")
@@ -333,6 +339,7 @@ class LocalChannel:
             else:
                 self.assemble(work, name, version, "py311h0000000_0", SUBDIR, files_dir=tree, depends=run)
         shutil.rmtree(tree)
+        wheel.unlink()
 
     def make_python(self, work: Path) -> None:
         version = platform.python_version()
