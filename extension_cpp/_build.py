@@ -19,7 +19,8 @@ import subprocess
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 
-ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+# Every GPU of 9.0 runs 9.0a, which has Hopper's own instructions.
+ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
 
 
@@ -42,6 +43,11 @@ def find_nvcc() -> tuple[str | None, str]:
     if wanted == "0":
         return None, "USE_CUDA=0"
     return nvcc, f"nvcc is {nvcc}" if nvcc else "no nvcc on PATH; USE_CUDA=1 makes that an error"
+
+
+def architecture_for(gpu: str) -> str:
+    """The architecture to compile for, of a GPU whose own is `gpu`."""
+    return "9.0a" if gpu == "9.0" else gpu
 
 
 def architecture_flags(default: str = ARCHITECTURES) -> list[str]:

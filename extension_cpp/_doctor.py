@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from extension_cpp import _loader
+from extension_cpp._build import architecture_for
 from extension_cpp._facts import Facts
 from extension_cpp._libraries import serves, who_has
 from extension_cpp._mend import (
@@ -170,13 +171,17 @@ def architectures(facts: Facts) -> Iterator[Finding]:
         return
     for gpu in {gpu.arch: gpu for gpu in facts.gpus}.values():
         code, ptx = serves(library, gpu.architecture, facts.driver)
-        if code:
+        wanted = architecture_for(gpu.arch)
+        if code and (wanted == gpu.arch or any(name.startswith(wanted) for name in library.architectures)):
             continue
         how = f"{gpu.name} is of architecture {gpu.arch}, {library.path} has {', '.join(library.architectures)}"
         what = f"{library.path.name} has no code for {gpu.name}"
-        if ptx:
+        if code:
+            what = f"{library.path.name} has no code with Hopper's own instructions for {gpu.name}"
+        elif ptx:
             what += ": the driver compiles its PTX at the first call"
-        listed = ";".join([*library.architectures, gpu.arch] if gpu.architecture >= (7, 5) else [gpu.arch])
+        others = [name for name in library.architectures if name != gpu.arch]
+        listed = ";".join([*others, wanted] if gpu.architecture >= (7, 5) else [wanted])
         mend = install_package(facts, "", same=False, TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
         if gpu.architecture < (7, 5):
             mend += " (with nvcc of CUDA 12)"

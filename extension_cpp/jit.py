@@ -141,12 +141,12 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
 
 
 def gpus() -> str:
-    """The architectures of the GPUs in this machine, as TORCH_CUDA_ARCH_LIST has them; the package's where there is none."""
+    """What to compile for the GPUs in this machine, as TORCH_CUDA_ARCH_LIST has it; for the package's where there is none."""
     from extension_cpp import _facts
 
     facts = _facts.Facts()
     _facts.read_gpus(facts)
-    return ";".join(sorted({gpu.arch for gpu in facts.gpus})) or _build.ARCHITECTURES
+    return ";".join(sorted({_build.architecture_for(gpu.arch) for gpu in facts.gpus})) or _build.ARCHITECTURES
 
 
 def cache_folder() -> Path:

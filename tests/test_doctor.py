@@ -106,7 +106,7 @@ class Environment:
         (folder / "__init__.py").unlink()
         (folder / "__init__.py").write_text("raise ImportError('only to be looked at')")
 
-    def cuda_library(self, cuda: int = 13000, architectures: str = "9.0/12.0+PTX", source: str = "") -> None:
+    def cuda_library(self, cuda: int = 13000, architectures: str = "9.0a/12.0+PTX", source: str = "") -> None:
         """A _C_cuda.so that says what it was built for."""
         says = f"extension_cpp: CUDA {cuda}, architectures {architectures};"
         (self.package / "_C_cuda.so").unlink(missing_ok=True)
@@ -384,7 +384,9 @@ def test_hidden_gpu(environment):
     ("gpu", "architectures", "what"),
     [
         pytest.param((8, 6), "8.0/9.0+PTX", None, marks=pytest.mark.quick),
-        ((9, 0), "8.0/9.0", None),  # Machine code runs on later GPUs of its major version.
+        ((8, 9), "8.0/9.0", None),  # Machine code runs on later GPUs of its major version.
+        ((9, 0), "8.0/9.0a", None),
+        ((9, 0), "8.0/9.0+PTX", "has no code with Hopper's own instructions for Test GPU"),
         pytest.param((8, 0), "8.6/9.0", "has no code for Test GPU", marks=pytest.mark.quick),
         ((12, 1), "9.0/10.0+PTX", "has no code for Test GPU: the driver compiles its PTX at the first call"),
         ((9, 0), "8.0/10.0+PTX", "has no code for Test GPU"),

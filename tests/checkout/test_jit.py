@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import extension_cpp
-from extension_cpp import jit
+from extension_cpp import _facts, jit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "jit"
@@ -127,6 +127,13 @@ def test_compile_error(tmp_path):
         r"BuildError: extension_cpp.jit.load: the compiler found errors\n.*broken.cpp:1:14: error", done.stderr
     )
     assert done.returncode == 1 and len(done.stderr.splitlines()) < 15 and "-fPIC" not in done.stderr, done.stderr
+
+
+def test_what_is_compiled_for(monkeypatch):
+    """The GPUs that are there, each once, with all the instructions that they have."""
+    gpus = [_facts.Gpu("", architecture) for architecture in ((9, 0), (8, 9), (9, 0))]
+    monkeypatch.setattr(_facts, "read_gpus", lambda facts: facts.gpus.extend(gpus))
+    assert jit.gpus() == "8.9;9.0a"
 
 
 def test_two_processes_at_once(tmp_path):
