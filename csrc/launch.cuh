@@ -29,7 +29,8 @@ inline std::string explain(cudaError_t error, const std::string& architecture) {
     case cudaErrorJitCompilerNotFound:
       text << "this package has no kernel for a GPU of architecture " << architecture << " with this driver, only for "
            << EXTENSION_CPP_BUILT_FOR
-           << ". In a checkout of its version, build one: TORCH_CUDA_ARCH_LIST=" << architecture << " pip install .";
+           << ". In a checkout of its version, build one: TORCH_CUDA_ARCH_LIST=" << architecture
+           << (architecture == "9.0" ? "a" : "") << " pip install .";  // With Hopper's own instructions.
       break;
     case cudaErrorInsufficientDriver:
       text << "the NVIDIA driver is older than CUDA " << CUDART_VERSION / 1000 << '.' << CUDART_VERSION % 1000 / 10
@@ -64,9 +65,29 @@ class Launch {
       void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes, const Arguments&... arguments) {
     if (blocks == 0) return;  // An empty grid is an error in CUDA.
     if (blocks > 0x7fffffff) fail(op_, "the tensors are too large for one launch: ", blocks, " blocks");
+    allow_shared(kernel, shared_bytes);
     kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(arguments...);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) fail(op_, explain(error, architecture(device_)));
+    check(cudaGetLastError());
+  }
+
+  // The same in clusters of `cluster` blocks, which share their shared memory. Hopper and later.
+  template <class... Parameters, class... Arguments>
+  void clusters(
+      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, size_t shared_bytes,
+      const Arguments&... arguments) {
+    allow_shared(kernel, shared_bytes);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(blocks);
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
   void zero(void* memory, size_t bytes) { STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_)); }
@@ -80,6 +101,12 @@ class Launch {
     return result;
   }
 
+  void check(cudaError_t error) const {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // So that PyTorch's next check doesn't find it.
+    fail(op_, explain(error, architecture(device_)));
+  }
+
   bool is_capturing() const {
     cudaStreamCaptureStatus status;
     STD_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
@@ -87,13 +114,21 @@ class Launch {
   }
 
  private:
+  // A kernel has no more than 48 KiB of dynamic shared memory unless it asks for it.
+  template <class Kernel>
+  void allow_shared(Kernel* kernel, size_t bytes) {
+    constexpr size_t kGranted = 48 * 1024;
+    if (bytes <= kGranted) return;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  }
+
   const char* op_;
   int device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };
 
-inline int64_t ceil_div(int64_t x, int64_t y) {
+__host__ __device__ inline int64_t ceil_div(int64_t x, int64_t y) {
   return (x + y - 1) / y;
 }
 

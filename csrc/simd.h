@@ -50,11 +50,25 @@ void run(const Body& body) {
   }
 }
 
+// The same for a body that is told how many bytes a vector has: body.operator()<64>(), <32> or <16>.
+template <class Body>
+void run_for_width(const Body& body) {
+  switch (level()) {
+    case Level::kAvx512: return detail::run_avx512([&] { body.template operator()<64>(); });
+    case Level::kAvx2: return detail::run_avx2([&] { body.template operator()<32>(); });
+    case Level::kBaseline: return body.template operator()<16>();
+  }
+}
+
 #else
 
 template <class Body>
 void run(const Body& body) {
   body();
+}
+template <class Body>
+void run_for_width(const Body& body) {
+  body.template operator()<16>();
 }
 
 #endif

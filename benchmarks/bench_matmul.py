@@ -1,0 +1,116 @@
+"""matmul beside torch.matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import extension_cpp
+from benchmarks.contenders import backward
+from benchmarks.harness import OURS, TOLERANCES, Case, time_calls
+
+SIZES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+DTYPES = (torch.float32, torch.bfloat16)
+OTHERS: dict[str, dict[torch.dtype, tuple[int, ...]]] = {
+    "cpu": {torch.float16: (512,), torch.float64: (512,)},
+    "cuda": {torch.float16: (1024, 4096, 8192), torch.float64: (2048,)},
+}
+PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
+
+
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    return (a.double() @ b.double()).to(a.dtype)
+
+
+def plain(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns, device=device).to(dtype)
+
+
+def transposed(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
+    return plain(columns, rows, device, dtype).t()
+
+
+def unaligned(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
+    return plain(rows, columns + 1, device, dtype)[:, 1:]
+
+
+def case(
+    device: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    make_a: Callable[..., Tensor] = plain,
+    make_b: Callable[..., Tensor] = plain,
+    **described,
+) -> Case:
+    m, k, n = sizes
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        return make_a(m, k, device, dtype), make_b(k, n, device, dtype)
+
+    common = {
+        "contenders": PEERS,
+        "inputs": inputs,
+        "reference": reference,
+        "dtype": dtype,
+        "bytes": dtype.itemsize * (m * k + k * n + m * n),
+        "operations": 2 * m * k * n,
+        # An error in a sum is in proportion to the sums on the way, each of so many terms, not to one that cancels.
+        "tolerance": TOLERANCES[dtype] * max(1.0, k / 256),
+    }
+    return Case("matmul", device, **common | described)
+
+
+def training(device: str, dtype: torch.dtype, side: int) -> Case:
+    def inputs() -> tuple[Tensor, Tensor, Tensor]:
+        grad, a, b = (plain(side, side, device, dtype) for _ in range(3))
+        return grad, a.requires_grad_(), b.requires_grad_()
+
+    return case(
+        device,
+        dtype,
+        (side, side, side),
+        kind="forward and backward",
+        size=f"{side:,}",
+        contenders={name: backward(function) for name, function in PEERS.items()},
+        inputs=inputs,
+        reference=backward(torch.matmul),
+        operations=6 * side**3,
+        bytes=8 * dtype.itemsize * side**2,
+    )
+
+
+def cases(device: str) -> Iterator[Case]:
+    """All cases of a device."""
+    small = partial(case, device, torch.float32, (16, 16, 16))
+    yield small(kind="a call on 16 by 16", timer=time_calls, bytes=0, operations=0, short=True)
+    for dtype in DTYPES:
+        for side in SIZES[device]:
+            short = dtype == torch.float32 and side == 512
+            curve = {"x": side, "axis": "side", "draw": "rate", "size": f"{side:,}", "short": short}
+            yield case(device, dtype, (side, side, side), **curve)
+    for dtype, sides in OTHERS[device].items():
+        for side in sides:
+            yield case(device, dtype, (side, side, side), size=f"{side:,}")
+    for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
+        yield from particular(device, dtype)
+
+
+def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Shapes and layouts that are not those of the curve."""
+    side, large, prime = (4096, 8192, (4093, 4099, 4091)) if device == "cuda" else (1024, 2048, (1021, 1031, 1019))
+    for m in (1, 16, 128):
+        for title, make_b in (("", plain), (" transposed", transposed)):
+            size = f"{m} by {large:,} by {large:,}{title}"
+            yield case(device, dtype, (m, large, large), make_b=make_b, kind="skinny", size=size)
+    for title, make_a, make_b in (
+        ("a transposed", transposed, plain),
+        ("b transposed", plain, transposed),
+        ("both transposed", transposed, transposed),
+        ("rows off alignment", unaligned, unaligned),
+    ):
+        yield case(device, dtype, (side, side, side), make_a, make_b, kind="strided", size=title)
+    yield case(device, dtype, prime, size=" by ".join(f"{n:,}" for n in prime))
+    yield training(device, dtype, side)

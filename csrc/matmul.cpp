@@ -1,0 +1,317 @@
+// The schemas of matmul, and its CPU kernel.
+//
+// Blocks of both factors are copied to where the innermost loop reads them in order, as BLIS does (Van Zee and van de
+// Geijn, "BLIS: A framework for rapidly instantiating BLAS functionality", 2015): a strip of b stays in the first-level
+// cache, a block of a in the second, and a tile of c in registers. Each element of c is a sum over k in ascending order
+// within blocks of kDepth, whatever the layouts, the number of threads and the place in the matrix: the bits don't
+// depend on them.
+#include "matmul.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu_dtypes.h"
+#include "simd.h"
+
+namespace extension_cpp {
+namespace {
+
+// A vector, and one that may lie anywhere.
+#if defined(__GNUC__)
+template <class V, int kBytes>
+struct VectorOf {
+  typedef V type __attribute__((vector_size(kBytes)));
+  typedef V anywhere __attribute__((vector_size(kBytes), aligned(alignof(V)), may_alias));
+};
+#else
+template <class V, int kBytes>
+struct VectorOf {
+  using type = V;
+  using anywhere = V;
+};
+#endif
+template <class V, int kBytes>
+using Vector = typename VectorOf<V, kBytes>::type;
+
+// How much of the factors is worked on at a time. The tile takes all of 32, 16 or 16 vector registers but those for a
+// row of b and an element of a.
+template <class V, int kBytes>
+struct Blocking {
+  static constexpr int kLanes = sizeof(Vector<V, kBytes>) / sizeof(V);
+  static constexpr int kRows = kBytes == 64 ? 14 : kBytes == 32 ? 6 : 4, kColumns = 2 * kLanes;
+  static constexpr int64_t kDepth = 256;
+  static constexpr int64_t kHeight = 524'288 / (kDepth * sizeof(V)) / kRows * kRows;
+  static constexpr int64_t kWidth = 2'097'152 / (kDepth * sizeof(V)) / kColumns * kColumns;
+};
+
+// Memory for the copies: on the stack for small products, for which allocating takes longer than multiplying.
+template <class V>
+class Buffer {
+ public:
+  static constexpr int64_t kSmall = 8192 / sizeof(V);
+
+  explicit Buffer(int64_t n) {
+    if (n > kSmall) large_.reset(static_cast<V*>(::operator new(n * sizeof(V), std::align_val_t(64))));
+  }
+  V* get() { return large_ ? large_.get() : small_; }
+
+ private:
+  struct Free {
+    void operator()(V* memory) const { ::operator delete(memory, std::align_val_t(64)); }
+  };
+  std::unique_ptr<V[], Free> large_;
+  alignas(64) V small_[kSmall];
+};
+
+int64_t round_up(int64_t x, int64_t to) {
+  return (x + to - 1) / to * to;
+}
+
+#if defined(__GNUC__)
+#if __has_builtin(__builtin_shufflevector)
+#define EXTENSION_CPP_TRANSPOSE  // GCC 12 and Clang; without it, elements are copied one by one.
+
+// rows[i][p] for rows[p][i], of as many rows as a vector has lanes: by exchanging neighbours, then pairs, and so on.
+template <int kStep, class Lanes, int... kLane>
+[[gnu::always_inline]] inline void transpose(Lanes* rows, std::integer_sequence<int, kLane...> lanes) {
+  constexpr int kLanes = sizeof...(kLane);
+  if constexpr (kStep < kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & kStep) continue;
+      const Lanes low = rows[i], high = rows[i + kStep];
+      rows[i] = __builtin_shufflevector(low, high, (kLane & kStep ? kLanes + kLane - kStep : kLane)...);
+      rows[i + kStep] = __builtin_shufflevector(low, high, (kLane & kStep ? kLanes + kLane : kLane + kStep)...);
+    }
+    transpose<2 * kStep>(rows, lanes);
+  }
+}
+
+#endif
+#endif
+
+// to[p * kStrip + i] = from(i, p), zero for the rows from `rows` to kStrip. Up to a vector behind the strip is written.
+template <int kStrip, int kBytes, class T, class V>
+void pack_strip(const Factor<T>& from, int64_t rows, int64_t depth, V* to) {
+  if (rows < kStrip) std::fill_n(to, kStrip * depth, V(0));
+  if (from.outer == 1) {
+    for (int64_t p = 0; p < depth; ++p) {
+      const T* row = from.data + p * from.inner;
+      if (rows == kStrip) {
+        for (int i = 0; i < kStrip; ++i) to[p * kStrip + i] = load(row[i]);
+      } else {
+        for (int64_t i = 0; i < rows; ++i) to[p * kStrip + i] = load(row[i]);
+      }
+    }
+    return;
+  }
+  int64_t done = 0;
+#if defined(EXTENSION_CPP_TRANSPOSE)
+  constexpr int kLanes = Blocking<V, kBytes>::kLanes, kBlocks = (kStrip + kLanes - 1) / kLanes;
+  if (from.inner == 1 && rows == kStrip) {
+    for (; done + kLanes <= depth; done += kLanes) {
+      Vector<V, kBytes> blocks[kBlocks][kLanes] = {};
+      for (int i = 0; i < kStrip; ++i) {
+        const T* row = from.data + i * from.outer + done;
+        __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
+        load(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]), kLanes);
+      }
+      for (auto& block : blocks) transpose<1>(block, std::make_integer_sequence<int, kLanes>());
+      // In the order of the addresses: what is written behind a row is overwritten by the next.
+      for (int p = 0; p < kLanes; ++p) {
+        for (int k = 0; k < kBlocks; ++k) {
+          V* row = to + (done + p) * kStrip + k * kLanes;
+          *reinterpret_cast<typename VectorOf<V, kBytes>::anywhere*>(row) = blocks[k][p];
+        }
+      }
+    }
+  }
+#endif
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* row = from.data + i * from.outer;
+    for (int64_t p = done; p < depth; ++p) to[p * kStrip + i] = load(row[p * from.inner]);
+  }
+}
+
+// A tile of c, in registers: rows of a strip of a, kStrip apart, with those of a strip of b, b_step apart.
+template <class V, int kBytes, int kRows>
+void multiply_tile(
+    int64_t depth, const V* a, const V* b, int64_t b_step, bool add, V* c, int64_t c_step, int64_t rows,
+    int64_t columns) {
+  using B = Blocking<V, kBytes>;
+  using Lanes = Vector<V, kBytes>;
+  using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+  Lanes sums[kRows][2] = {};
+  for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
+    const Lanes left = reinterpret_cast<const Anywhere*>(b)[0], right = reinterpret_cast<const Anywhere*>(b)[1];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      sums[i][0] += a[i] * left;
+      sums[i][1] += a[i] * right;
+    }
+  }
+  const bool whole = rows == kRows && columns == B::kColumns;
+  V edge[kRows][B::kColumns];
+  V* to = whole ? c : edge[0];
+  const int64_t step = whole ? c_step : B::kColumns;
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    auto* row = reinterpret_cast<Anywhere*>(to + i * step);
+    if (whole && add) sums[i][0] += row[0], sums[i][1] += row[1];
+    row[0] = sums[i][0], row[1] = sums[i][1];
+  }
+  if (whole) return;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) c[i * c_step + j] = edge[i][j] + (add ? c[i * c_step + j] : V(0));
+  }
+}
+
+// c = a * b, of m by n sums over k, in one thread.
+template <int kBytes, class T, class V>
+void multiply(
+    const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
+    V* packed_b) {
+  using B = Blocking<V, kBytes>;
+  // A strip of b that few rows of a meet is read where it lies, if it lies in order.
+  const bool in_place = std::is_same_v<T, V> && b.outer == 1 && m <= 4 * B::kRows;
+  for (int64_t j0 = 0; j0 < n; j0 += B::kWidth) {
+    const int64_t width = std::min(B::kWidth, n - j0);
+    for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
+      const int64_t depth = std::min(B::kDepth, k - p0);
+      for (int64_t i0 = 0; i0 < m; i0 += B::kHeight) {
+        const int64_t height = std::min(B::kHeight, m - i0);
+        for (int64_t i = 0; i < height; i += B::kRows) {
+          const Factor<T> strip{a.data + (i0 + i) * a.outer + p0 * a.inner, a.outer, a.inner};
+          pack_strip<B::kRows, kBytes>(strip, std::min<int64_t>(B::kRows, height - i), depth, packed_a + i * depth);
+        }
+        for (int64_t j = 0; j < width; j += B::kColumns) {
+          const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
+          const Factor<T> strip{b.data + (j0 + j) * b.outer + p0 * b.inner, b.outer, b.inner};
+          const V* rows_of_b = packed_b + j * depth;
+          int64_t b_step = B::kColumns;
+          if (in_place && columns == B::kColumns) {
+            rows_of_b = reinterpret_cast<const V*>(strip.data);
+            b_step = strip.inner;
+          } else if (i0 == 0) {
+            pack_strip<B::kColumns, kBytes>(strip, columns, depth, packed_b + j * depth);
+          }
+          for (int64_t i = 0; i < height; i += B::kRows) {
+            const int64_t rows = std::min<int64_t>(B::kRows, height - i);
+            auto tile = [&]<int kRows>() {
+              multiply_tile<V, kBytes, kRows>(
+                  depth, packed_a + i * depth, rows_of_b, b_step, p0 != 0, c + (i0 + i) * c_step + j0 + j, c_step, rows,
+                  columns);
+            };
+            if (rows == 1) {
+              tile.template operator()<1>();
+            } else if (rows <= B::kRows / 2) {
+              tile.template operator()<B::kRows / 2>();
+            } else {
+              tile.template operator()<B::kRows>();
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same for rows and columns of c of the type of the factors: halves are summed in float32 a block at a time.
+template <int kBytes, class T>
+void multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
+  constexpr bool kInPlace = !std::is_same_v<T, float16> && !std::is_same_v<T, bfloat16>;
+  using V = std::conditional_t<kInPlace, T, float>;
+  using B = Blocking<V, kBytes>;
+  const int64_t depth = std::min(B::kDepth, k), width = round_up(std::min(B::kWidth, n), B::kColumns);
+  const int64_t height = round_up(std::min(B::kHeight, m), B::kRows);
+  constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
+  Buffer<V> packed_a(height * depth + kBehind), packed_b(width * depth + kBehind);
+  if constexpr (kInPlace) {
+    multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a.get(), packed_b.get());
+  } else {
+    Buffer<V> sums(height * width);
+    for (int64_t i = 0; i < m; i += B::kHeight) {
+      const int64_t rows = std::min(B::kHeight, m - i);
+      for (int64_t j = 0; j < n; j += B::kWidth) {
+        const int64_t columns = std::min(B::kWidth, n - j);
+        const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
+        multiply<kBytes>(part_a, part_b, rows, columns, k, sums.get(), columns, packed_a.get(), packed_b.get());
+        for (int64_t r = 0; r < rows; ++r) {
+          store(c + (i + r) * c_step + j, sums.get() + r * columns, columns);
+        }
+      }
+    }
+  }
+}
+
+// Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself, so that
+// those with the least circumference are best.
+std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads) {
+  std::array<int64_t, 2> best{1, threads};
+  auto cost = [&](int64_t rows, int64_t columns) { return (m + rows - 1) / rows + (n + columns - 1) / columns; };
+  for (int64_t rows = 2; rows <= threads; ++rows) {
+    if (threads % rows == 0 && cost(rows, threads / rows) < cost(best[0], best[1])) best = {rows, threads / rows};
+  }
+  return best;
+}
+
+template <class T>
+void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
+  constexpr double kWorthAThread = 64 * 64 * 64;
+  constexpr int64_t kPart = 16;  // Parts end between vectors.
+  const double work = static_cast<double>(m) * n * k;
+  const int64_t threads = std::clamp<int64_t>(work / kWorthAThread, 1, torch::stable::get_num_threads());
+  const auto [parts_m, parts_n] = cut(m, n, threads);
+  const int64_t rows = round_up((m + parts_m - 1) / parts_m, kPart);
+  const int64_t columns = round_up((n + parts_n - 1) / parts_n, 4 * kPart);
+  auto body = [&, parts_n = parts_n](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t i = part / parts_n * rows, j = part % parts_n * columns;
+      if (i >= m || j >= n) continue;
+      const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
+      simd::run_for_width([&]<int kBytes>() {
+        multiply_block<kBytes>(part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
+      });
+    }
+  };
+  threads == 1 ? body(0, 1) : torch::stable::parallel_for(0, parts_m * parts_n, 1, body);
+}
+
+Tensor matmul(const Tensor& a, const Tensor& b, bool) {
+  constexpr const char* op = "matmul";
+  const View view_a(op, "a", a), view_b(op, "b", b);
+  check_factors(op, view_a, view_b);
+  const int64_t m = view_a.sizes[0], k = view_a.sizes[1], n = view_b.sizes[1];
+  const Tensor c = allocate_product(view_a, m, n);
+  if (m == 0 || n == 0) return c;
+  dispatch_floating_cpu(view_a.dtype, [&]<class T>(T) {
+    T* out = static_cast<T*>(c.mutable_data_ptr());
+    if (k == 0) {
+      std::memset(out, 0, m * n * sizeof(T));
+    } else {
+      run<T>(factor_a<T>(view_a), factor_b<T>(view_b), m, n, k, out);
+    }
+  });
+  return c;
+}
+
+}  // namespace
+
+// matmul.no_grad is the same kernel without the autograd formula that Python registers for matmul, as with muladd's.
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def("matmul(Tensor a, Tensor b, bool allow_tf32=False) -> Tensor");
+  m.def("matmul.no_grad(Tensor a, Tensor b, bool allow_tf32=False) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("matmul", TORCH_BOX(&matmul));
+  m.impl("matmul.no_grad", TORCH_BOX(&matmul));
+}
+
+}  // namespace extension_cpp

@@ -1,0 +1,213 @@
+// What the CUDA kernels of matmul share: how the work is cut, how sums are stored, copies into shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstring>
+
+#include "launch.cuh"
+#include "matmul.h"
+
+namespace extension_cpp {
+
+// A product to compute: m by n sums over k. Element (i, j) of the result is at c[i * c_outer + j * c_inner]. Where
+// `partial` is given, kernels leave c to sum_splits_kernel and write their sums, those of split s over a part of k, to
+// partial[(s * m + i) * partial_stride + j]; its rows are padded, so that whole vectors are written and read.
+template <class T, class V>
+struct Product {
+  Factor<T> a, b;
+  int64_t m, n, k, c_outer, c_inner, partial_stride;
+  T* c;
+  V* partial;
+
+  // Whether rows of c consist of whole, aligned vectors.
+  __host__ __device__ bool has_vectors(int size) const { return c_inner == 1 && c_outer % size == 0 && n % size == 0; }
+};
+
+// Tiles of the result, and parts of k of a whole number of steps, in the order in which blocks take them.
+struct Tiling {
+  int64_t tiles_m, tiles_n, steps, steps_per_split;
+
+  __host__ __device__ int64_t splits() const { return (steps + steps_per_split - 1) / steps_per_split; }
+  __host__ __device__ int64_t count() const { return tiles_m * tiles_n * splits(); }
+};
+
+struct Place {
+  int64_t m, n, split, begin, end;  // a tile, and a range of steps
+};
+
+// What the code at hand is compiled for, 90 for 9.0.
+#if defined(__CUDA_ARCH__)
+constexpr int kArchitecture = __CUDA_ARCH__ / 10;
+#else
+constexpr int kArchitecture = 0;
+#endif
+
+// Whether code for an architecture has tensor cores that take T, float32 as tf32.
+template <class T>
+__host__ __device__ constexpr bool has_mma(int architecture) {
+  return architecture >= (std::is_same_v<T, __half> ? 75 : 80);
+}
+
+// Tiles that run at the same time lie in a block of the result, so that they find each other's factors in the L2 cache.
+// There are fewer than 2^31 of them, or there would be no such launch.
+__device__ inline Place place(const Tiling& tiling, uint32_t index) {
+  const uint32_t tiles_m = static_cast<uint32_t>(tiling.tiles_m), tiles_n = static_cast<uint32_t>(tiling.tiles_n);
+  const uint32_t split = index / (tiles_m * tiles_n), tile = index % (tiles_m * tiles_n);
+  const uint32_t height = min(8u, tiles_m), group = tile / (height * tiles_n), in_group = tile % (height * tiles_n);
+  const uint32_t rows = min(height, tiles_m - group * height);
+  const int64_t begin = split * tiling.steps_per_split;
+  return {
+      group * height + in_group % rows, in_group / rows, split, begin,
+      min(begin + tiling.steps_per_split, tiling.steps)};
+}
+
+template <class T, class V>
+__device__ T round_to(V value) {
+  return static_cast<T>(value);
+}
+template <>
+__device__ inline __half round_to(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ inline __nv_bfloat16 round_to(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// What kBytes are copied as.
+template <int kBytes>
+struct WordsOf;
+template <>
+struct WordsOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct WordsOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordsOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordsOf<16> {
+  using type = uint4;
+};
+template <int kBytes>
+using Words = typename WordsOf<kBytes>::type;
+
+template <class To, int kCount, class V>
+__device__ __forceinline__ void store_vector(To* to, const V* values) {
+  constexpr int kBytes = sizeof(To) * kCount;
+  To rounded[kCount];
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) rounded[e] = round_to<To>(values[e]);
+  Words<kBytes> words;
+  memcpy(&words, rounded, kBytes);
+  *reinterpret_cast<Words<kBytes>*>(to) = words;
+}
+
+// Stores a thread's sums: each(f) calls f(i, j, sums) for every kCount of them in a row, from element (i, j) on.
+template <int kCount, class T, class V, class Each>
+__device__ __forceinline__ void store_sums(const Product<T, V>& product, const Place& at, const Each& each) {
+  if (product.partial != nullptr) {
+    V* base = product.partial + at.split * product.m * product.partial_stride;
+    each([&](int64_t i, int64_t j, const V* sums) {
+      if (i < product.m && j < product.partial_stride) {
+        store_vector<V, kCount>(base + i * product.partial_stride + j, sums);
+      }
+    });
+  } else if (product.has_vectors(kCount)) {
+    each([&](int64_t i, int64_t j, const V* sums) {
+      if (i < product.m && j < product.n) store_vector<T, kCount>(product.c + i * product.c_outer + j, sums);
+    });
+  } else {
+    each([&](int64_t i, int64_t j, const V* sums) {
+      if (i >= product.m) return;
+      T* to = product.c + i * product.c_outer + j * product.c_inner;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        if (j + e < product.n) to[e * product.c_inner] = round_to<T>(sums[e]);
+      }
+    });
+  }
+}
+
+__device__ inline uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// Copies into shared memory that are under way until wait_for_copies. What is not `valid` becomes zero.
+template <int kBytes>
+__device__ void copy_async(void* to, const void* from, int valid_bytes) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kBytes == 16) {
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid_bytes));
+  } else {
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
+        "r"(valid_bytes));
+  }
+#else
+  if (valid_bytes == kBytes) {
+    *static_cast<Words<kBytes>*>(to) = *static_cast<const Words<kBytes>*>(from);
+  } else {
+    for (int i = 0; i < kBytes / 2; ++i) {
+      static_cast<uint16_t*>(to)[i] = 2 * i < valid_bytes ? static_cast<const uint16_t*>(from)[i] : 0;
+    }
+  }
+#endif
+}
+
+// A vector of elements, of which `valid` are there. No byte beside them is read.
+template <class T>
+__device__ void copy_vector(void* to, const T* from, int valid) {
+  constexpr int kCount = 16 / sizeof(T);
+  if (valid == kCount || valid == 0) {
+    copy_async<16>(to, from, valid * static_cast<int>(sizeof(T)));
+    return;
+  }
+#pragma unroll 1
+  for (int e = 0; e < kCount; ++e) static_cast<T*>(to)[e] = e < valid ? from[e] : T(0);
+}
+
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until all but the last kPending groups of copies are done, of this thread.
+template <int kPending>
+__device__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// One block's share of a product: `load` starts the copies of a step into a stage of shared memory, and
+// `compute` works on a stage.
+template <int kStages, class Load, class Compute>
+__device__ __forceinline__ void pipeline(const Place& at, const Load& load, const Compute& compute) {
+  const int count = static_cast<int>(at.end - at.begin);  // More would take hours.
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (s < count) load(at.begin + s, s);
+    commit_copies();
+  }
+  int stage = 0, next = kStages - 1;
+  for (int step = 0; step < count; ++step) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();
+    if (step + kStages - 1 < count) load(at.begin + step + kStages - 1, next);
+    commit_copies();
+    compute(stage);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    next = next + 1 == kStages ? 0 : next + 1;
+  }
+}
+
+}  // namespace extension_cpp

@@ -1,0 +1,154 @@
+// Instructions of Hopper, architecture 9.0a: barriers that count bytes, the tensor memory accelerator (TMA), which
+// copies boxes of tensors into shared memory, and products of warpgroups, 128 threads, of what lies there (wgmma).
+//
+// A factor lies in shared memory in rows of 64 halves, 128 bytes, swizzled: 8 rows are 1,024 bytes. It is transposed
+// where its rows (of m or n) lie side by side, not its k's.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+namespace extension_cpp::hopper {
+
+__device__ inline void init_barrier(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ inline void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier of block `rank` of the cluster that is where `barrier` is in this one. There is nothing to
+// release at the scope of the cluster, and asking for it costs more than a step takes: wgmma has read what it needs.
+__device__ inline void arrive_at(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ inline int rank_in_cluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster.
+template <bool kShared>
+__device__ void copy_box(uint32_t to, const CUtensorMap& map, int64_t inner, int64_t outer, uint32_t barrier) {
+  const int x = static_cast<int>(inner), y = static_cast<int>(outer);
+  if constexpr (kShared) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+  }
+}
+
+// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes, swizzled. Along k, 8 rows of a
+// transposed factor are 1,024 bytes and 64 of its columns a box; of another, 8 rows are 1,024 bytes.
+template <bool kTransposed>
+__device__ uint64_t describe(uint32_t at) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 / 16) << 32;
+  constexpr uint64_t kLeading = uint64_t(kTransposed ? 64 * 128 / 16 : 1) << 16;
+  return kSwizzle128 | kStride | kLeading | (at & 0x3ffff) >> 4;
+}
+
+// From one 16 of k to the next, in the descriptor's units of 16 bytes.
+template <bool kTransposed>
+constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
+
+#define SUMS_8(i)                                                                                               \
+  "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
+      "+f"(sums[i + 6]), "+f"(sums[i + 7])
+#define SUMS_64(i)                                                                                          \
+  SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24), SUMS_8(i + 32), SUMS_8(i + 40), SUMS_8(i + 48), \
+      SUMS_8(i + 56)
+#define OPERANDS_64                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
+  "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, " \
+  "%59, %60, %61, %62, %63"
+#define OPERANDS_128                                                                                       \
+  OPERANDS_64                                                                                              \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "     \
+  "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "       \
+  "%119, %120, %121, %122, %123, %124, %125, %126, %127"
+// sums = a * b, or with `add`, sums += a * b.
+#define WGMMA(shape, type, operands, a, b, add, transposed_a, transposed_b, ...)                        \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                              \
+               ", 0;\n"                                                                                 \
+               "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" operands "}, " a ", " b \
+               ", add, 1, 1, " transposed_a ", " transposed_b ";\n}\n"                                  \
+               : __VA_ARGS__                                                                            \
+               : "l"(from_a), "l"(from_b), "r"(add_to), "n"(static_cast<int>(kTransposedA)),            \
+                 "n"(static_cast<int>(kTransposedB)))
+
+// sums (+)= a * b, of 64 rows of a and kN of b, float16 or bfloat16, over 16 of k.
+template <class T, int kN, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t from_a, uint64_t from_b, int add_to) {
+  static_assert(kN == 128 || kN == 256);
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  if constexpr (kN == 256 && kHalf) {
+    WGMMA("m64n256k16", "f16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
+  } else if constexpr (kN == 256) {
+    WGMMA("m64n256k16", "bf16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
+  } else if constexpr (kHalf) {
+    WGMMA("m64n128k16", "f16", OPERANDS_64, "%64", "%65", "%66", "%67", "%68", SUMS_64(0));
+  } else {
+    WGMMA("m64n128k16", "bf16", OPERANDS_64, "%64", "%65", "%66", "%67", "%68", SUMS_64(0));
+  }
+}
+
+#undef SUMS_8
+#undef SUMS_64
+#undef OPERANDS_64
+#undef OPERANDS_128
+#undef WGMMA
+
+// Keeps the compiler from moving what it does with the sums across this place.
+template <int kSize>
+__device__ __forceinline__ void pin(float (&sums)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+}  // namespace extension_cpp::hopper
+
+#endif

@@ -1,0 +1,353 @@
+"""matmul: the contract, and what is particular to it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from contract import DEVICES, FLOATING, Contract, Operator, guarded, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp.ops.matmul import matmul_reference
+
+SHAPES = [
+    (5, 4, 3),
+    (7, 7, 7),
+    (1, 1, 1),
+    (1, 9, 6),
+    (6, 9, 1),
+    (3, 1, 5),
+    (3, 0, 2),
+    (0, 3, 4),
+    (4, 3, 0),
+    (65, 129, 33),
+    (1, 300, 67),
+    (131, 17, 2),
+]
+
+
+def factors(device: str, dtype: torch.dtype, m: int, k: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    make = lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=torch.float64)  # noqa: E731
+    return make(m, k).to(dtype), make(k, n).to(dtype)
+
+
+def samples(device: str, dtype: torch.dtype):
+    for m, k, n in SHAPES:
+        yield factors(device, dtype, m, k, n)
+    a, b = factors(device, dtype, 6, 5, 4)
+    yield a.t().contiguous().t(), b.t().contiguous().t()
+    yield a[:1].expand(6, 5), b[:, :1].expand(5, 4)
+    yield a[::2, 1:4], b[1:4, ::3]
+
+
+def errors(device: str):
+    t = torch.ones(2, 3, device=device)
+    floating = "float16, bfloat16, float32 or float64"
+    shapes = "matmul: a and b must have shapes (M, K) and (K, N), got"
+    yield (t, t), f"{shapes} (2, 3) and (2, 3)"
+    yield (t, torch.ones(0, 3, device=device)), f"{shapes} (2, 3) and (0, 3)"
+    yield (t[0], t.t()), "matmul: a must have 2 dimensions, got shape (3,)"
+    yield (t, t[0]), "matmul: b must have 2 dimensions, got shape (3,)"
+    yield (t[None], t.t()), "matmul: a must have 2 dimensions, got shape (1, 2, 3)"
+    yield (t, t.t().double()), "matmul: b must have the dtype of a, float32, got float64"
+    yield (t.int(), t.t().int()), f"matmul: a must have dtype {floating}, got int32"
+    yield (t.to(torch.complex64), t.t()), f"matmul: a must have dtype {floating}, got complex64"
+    yield (t.to(torch.float8_e4m3fn), t.t()), f"matmul: a must have dtype {floating}, got float8_e4m3fn"
+    if device == "cuda":
+        yield (t, t.t().cpu()), "matmul: b must be on the device of a, cuda:0, got cpu"
+        yield (t.cpu(), t.t()), "matmul: b must be on the device of a, cpu, got cuda:0"
+
+
+def magnitude(a: Tensor, b: Tensor) -> Tensor:
+    return a.abs() @ b.abs()
+
+
+def compare(a: Tensor, b: Tensor, epsilon: float | None = None) -> None:
+    """Within the bound that the docstring states, of the product in float64 (of integers where that is not enough)."""
+    got = extension_cpp.matmul(a, b)
+    dtype, k = a.dtype, a.shape[1]
+    exact = a.double() @ b.double()
+    if dtype == torch.float64:  # What rounding the reference itself may add.
+        epsilon = 2 * torch.finfo(dtype).eps
+    epsilon = epsilon or torch.finfo(torch.float32).eps
+    roundoff = torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0.0
+    gamma = k * epsilon / (1 - k * epsilon)
+    bound = roundoff * exact.abs() + (1 + roundoff) * gamma * magnitude(a.double(), b.double())
+    bound += torch.finfo(dtype).smallest_normal
+    finite = exact.abs() < torch.finfo(dtype).max
+    error = (got.double() - exact).abs()
+    assert got.dtype == dtype and got.shape == exact.shape and got.is_contiguous()
+    where = f"{dtype}, {tuple(a.shape)} {a.stride()} by {tuple(b.shape)} {b.stride()} on {a.device}"
+    assert (error[finite] <= bound[finite]).all(), f"{(error / bound)[finite].max():.3g} times the bound for {where}"
+
+
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class TestMatmul(Contract):
+    op = Operator(
+        name="matmul",
+        function=extension_cpp.matmul,
+        reference=matmul_reference,
+        samples=samples,
+        errors=errors,
+        magnitude=magnitude,
+        grown=lambda args, times: tuple(t.repeat(times, times) for t in args),
+        ulps={torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 8.0, torch.float64: 8.0},
+    )
+
+    def test_vmap(self, device):
+        a, b = factors(device, torch.float64, 6, 5, 4)
+        batch_a, batch_b = torch.stack([a, a + 1, a - 1], 1), torch.stack([b, 2 * b, -b], 2)
+        product = extension_cpp.matmul
+        for dims, args in (((1, None), (batch_a, b)), ((None, 2), (a, batch_b)), ((1, 2), (batch_a, batch_b))):
+            got, want = (torch.vmap(f, dims)(*args) for f in (product, torch.mm))
+            torch.testing.assert_close(got, want)
+        empty = torch.vmap(product, (1, 2))(batch_a[:, :0], batch_b[:, :, :0])
+        assert empty.shape == (0, 6, 4)
+
+    def test_training(self, device):
+        """The gradients that torch.mm has, of a step that a user writes."""
+        x, w = factors(device, torch.float32, 70, 50, 30)
+        found = []
+        for function in (extension_cpp.matmul, torch.mm):
+            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            function(*leaves).tanh().square().mean().backward()
+            found.append([leaf.grad for leaf in leaves])
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_mode(device):
+    a, b = factors(device, torch.float64, 6, 5, 4)
+    tangent_a, tangent_b = factors(device, torch.float64, 6, 5, 4, seed=1)
+    with torch.autograd.forward_ad.dual_level():
+        dual_a, dual_b = (torch.autograd.forward_ad.make_dual(*pair) for pair in ((a, tangent_a), (b, tangent_b)))
+        for x, y, want in (
+            (dual_a, b, tangent_a @ b),
+            (a, dual_b, a @ tangent_b),
+            (dual_a, dual_b, tangent_a @ b + a @ tangent_b),
+        ):
+            got = torch.autograd.forward_ad.unpack_dual(extension_cpp.matmul(x, y)).tangent
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+class TestValues:
+    """Of the kernels alone, on the CPU in one thread: two wait for each other whenever another process runs."""
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self):
+        with using(1):
+            yield
+
+    @pytest.mark.parametrize("m", [1, 2, 13, 64, 127, 257])
+    def test_sizes(self, device, dtype, m):
+        """Around every size of a tile."""
+        for n in (1, 3, 16, 63, 130, 256):
+            for k in (1, 8, 31, 65, 257):
+                compare(*factors(device, dtype, m, k, n))
+
+    @pytest.mark.parametrize("k", [1, 255, 256, 257, 5000])
+    def test_long_sums(self, device, dtype, k):
+        compare(*factors(device, dtype, 5, k, 40))
+        compare(*factors(device, dtype, 200, k, 3))
+
+    def test_large_layouts(self, device, dtype):
+        """The same bits from every layout, in sizes that are worth the fastest kernels."""
+        for m, k, n in ((256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129)):
+            a, b = factors(device, dtype, m, k, n)
+            compare(a, b)
+            want = extension_cpp.matmul(a, b)
+            for x in views(a):
+                for y in views(b):
+                    got = extension_cpp.matmul(x, y)
+                    assert same_bits(got, want), f"{tuple(x.shape)} {x.stride()} by {tuple(y.shape)} {y.stride()}"
+
+    def test_cancellation(self, device, dtype):
+        """Sums whose terms cancel, where an error relative to the result says nothing."""
+        a, b = factors(device, dtype, 33, 400, 35)
+        compare(torch.cat([a, a], 1), torch.cat([b, -b], 0))
+
+    def test_rounded_once(self, device, dtype):
+        """Halves are summed in float32: 1 and then many that one half can't hold beside it."""
+        k = 4097
+        a = torch.ones(3, k, device=device, dtype=dtype)
+        b = torch.full((k, 2), 2.0**-12, device=device, dtype=dtype)
+        b[0] = 1
+        assert torch.equal(extension_cpp.matmul(a, b), torch.full((3, 2), 2.0, device=device, dtype=dtype))
+
+    def test_special_values(self, device, dtype):
+        """NaN and infinities reach exactly the rows and columns that have them."""
+        a, b = factors(device, dtype, 70, 40, 66)
+        a[3, 5], a[10, 39], b[7, 60] = float("nan"), float("inf"), float("-inf")
+        got, want = extension_cpp.matmul(a, b), a.double() @ b.double()
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+        assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
+
+    def test_nothing_is_read_beside(self, device, dtype):
+        """Tiles end beyond the matrices: NaN all around must not get into a sum."""
+        for m, k, n in ((130, 72, 136), (17, 33, 9), (300, 264, 200)):
+            a, b = factors(device, dtype, m, k, n)
+            framed = []
+            for t in (a, b):
+                frame = torch.full((t.shape[0] + 8, t.shape[1] + 16), float("nan"), device=device, dtype=dtype)
+                frame[4:-4, 8:-8] = t
+                framed.append(frame[4:-4, 8:-8])
+            want = extension_cpp.matmul(a, b)
+            assert same_bits(extension_cpp.matmul(*framed), want)
+            assert same_bits(extension_cpp.matmul(framed[0].t().contiguous().t(), framed[1]), want)
+
+    def test_rows_that_overlap(self, device, dtype):
+        """Views whose elements share memory, in both dimensions or in one."""
+        values, _ = factors(device, dtype, 1, 700, 1)
+        b = factors(device, dtype, 1, 130, 140)[1]
+        for strides in ((1, 1), (2, 1), (1, 2), (0, 1), (1, 0), (0, 0)):
+            a = values[0].as_strided((140, 130), strides)
+            want = extension_cpp.matmul(a.clone(memory_format=torch.contiguous_format), b)
+            assert same_bits(extension_cpp.matmul(a, b), want), f"strides {strides}"
+            want = extension_cpp.matmul(b.t(), a.t().clone(memory_format=torch.contiguous_format))
+            assert same_bits(extension_cpp.matmul(b.t(), a.t()), want), f"strides {strides}, transposed"
+
+    def test_guarded_large(self, device, dtype):
+        for args in (factors(device, dtype, 200, 264, 144), factors(device, dtype, 8, 2048, 520)):
+            (a, a_is_whole), (b, b_is_whole) = map(guarded, args)
+            assert same_bits(extension_cpp.matmul(a, b), extension_cpp.matmul(*args))
+            assert a_is_whole() and b_is_whole()
+
+    def test_same_bits_large(self, device, dtype):
+        """Split sums are added in one order, however the blocks run."""
+        for m, k, n in ((1, 4096, 1000), (64, 4096, 64), (300, 500, 260)):
+            a, b = factors(device, dtype, m, k, n)
+            first = extension_cpp.matmul(a, b)
+            assert all(same_bits(extension_cpp.matmul(a, b), first) for _ in range(5))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return extension_cpp.matmul(a, b)
+
+
+def views(t: Tensor) -> list[Tensor]:
+    """t in layouts that kernels read in different ways: by rows and by columns, aligned or not, and every second one."""
+    wide = torch.cat([t, t], 1)
+    return [
+        t.t().contiguous().t(),
+        wide[:, : t.shape[1]],
+        torch.cat([t[:, :1], t], 1)[:, 1:],
+        torch.cat([t.t()[:1], t.t()])[1:].t(),
+        torch.stack([t, t], 2)[..., 0],
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    sizes=st.tuples(*[st.integers(0, 70)] * 3),
+    dtype=st.sampled_from(FLOATING),
+    layout=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    seed=st.integers(0, 99),
+)
+def test_any_product(device, sizes, dtype, layout, seed):
+    factors_ = factors(device, dtype, *sizes, seed)
+    a, b = (([t, *views(t)] if t.numel() else [t] * 6)[i] for t, i in zip(factors_, layout))
+    compare(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_number_of_threads(dtype):
+    """The bits don't depend on it."""
+    for sizes in ((150, 300, 270), (5, 400, 900), (900, 400, 5)):
+        a, b = factors("cpu", dtype, *sizes)
+        with using(1):
+            compare(a, b)
+            want = extension_cpp.matmul(a, b)
+        for threads in (2, 3, 5):
+            with using(threads):
+                assert same_bits(extension_cpp.matmul(a, b), want), f"{sizes} on {threads} threads"
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2"])
+def test_every_vector_width(level):
+    """The bound holds with the code for each instruction set that this machine has; that of the best is tested above."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", "test_matmul.py", "-k", SELECTED],
+        env={**os.environ, "EXTENSION_CPP_SIMD": level, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+SELECTED = "(sizes or long_sums or layouts or any_product or parity) and cpu"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.large
+def test_more_than_2_to_the_31_elements(device):
+    """Offsets beyond 32 bits, in a factor and in the result."""
+    if device == "cpu":
+        rows, columns = 2**16 + 3, 2**15 + 1
+        a = torch.ones(rows, 2, dtype=torch.bfloat16)
+        b = torch.ones(2, columns, dtype=torch.bfloat16)
+    else:
+        rows, columns = 2**16 + 3, 2**15 + 9
+        a = torch.ones(rows, 2, dtype=torch.bfloat16, device=device)
+        b = torch.ones(2, columns, dtype=torch.bfloat16, device=device)
+    a[-1], b[:, -1] = 3, 5
+    c = extension_cpp.matmul(a, b)
+    assert c[-1, -1] == 30 and c[0, 0] == 2 and c[-1, 0] == 6 and c[0, -1] == 10
+    ones = torch.ones(columns, 3, dtype=torch.bfloat16, device=device)
+    sums = extension_cpp.matmul(c, ones)
+    assert sums[0, 0] == 2.0 * (columns - 1) + 10 or torch.isclose(
+        sums[0, 0].float(), torch.tensor(2.0 * (columns - 1) + 10), rtol=2**-8
+    )
+    assert same_bits(sums[:-1], sums[:1].expand(rows - 1, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestCuda:
+    @pytest.fixture(autouse=True)
+    def restored_switch(self):
+        yield
+        torch.set_float32_matmul_precision("highest")
+
+    def test_tf32_only_where_allowed(self):
+        """float32 is exact to float32 unless PyTorch's switch is on; then to tf32, also in a gradient and compiled."""
+        a, b = factors("cuda", torch.float32, 256, 512, 384)
+        compare(a, b)
+        exact = a.double() @ b.double()
+        error = (extension_cpp.matmul(a, b) - exact).abs().max()
+        torch.set_float32_matmul_precision("high")
+        compare(a, b, epsilon=2**-10)
+        assert (extension_cpp.matmul(a, b) - exact).abs().max() > 20 * error
+        leaf = a.clone().requires_grad_()
+        extension_cpp.matmul(leaf, b).sum().backward()
+        compare(torch.ones(256, 384, device="cuda"), b.t(), epsilon=2**-10)
+        compiled = torch.compile(product, fullgraph=True)
+        assert same_bits(compiled(a, b), extension_cpp.matmul(a, b))
+        torch.set_float32_matmul_precision("highest")
+        assert same_bits(compiled(a, b), extension_cpp.matmul(a, b))
+        compare(a, b)
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    def test_against_cublas(self, dtype):
+        for m, k, n in ((1024, 1024, 1024), (1, 8192, 512), (4096, 64, 4096), (2048, 2056, 1000)):
+            a, b = factors("cuda", dtype, m, k, n)
+            compare(a, b)
+            compare(a, b.t().contiguous().t())
