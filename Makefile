@@ -22,7 +22,7 @@ build: $(VENV)/.ready
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 test: build lint
-	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
 
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
 op: build

@@ -269,7 +269,7 @@ async def install(specs: list[str], channels: list[str], prefix: Path) -> list[s
 
 
 def ask(prefix: Path) -> str:
-    program = [prefix / "bin" / "python", ROOT / "tests" / "smoke.py"]
+    program = [prefix / "bin" / "python", "-I", ROOT / "tests" / "smoke.py"]
     done = subprocess.run(program, capture_output=True, text=True, cwd=prefix)
     if done.returncode:
         raise ChannelError(f"the installed package does not answer:\n{done.stdout}{done.stderr}")

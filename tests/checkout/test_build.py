@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clones import clone, lean
 
 import extension_cpp
 
@@ -23,10 +24,7 @@ NVCC = shutil.which("nvcc")
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the sources, for builds that must not touch this one's."""
-    path = tmp_path_factory.mktemp("build") / "with a space"
-    ignored = shutil.ignore_patterns("*.so", "build", "*.egg-info", ".git", ".venv", "dist", "__pycache__")
-    shutil.copytree(ROOT, path, ignore=ignored)
-    return path
+    return lean(tmp_path_factory.mktemp("build") / "with a space")
 
 
 def build(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
@@ -132,7 +130,7 @@ def test_cuda_architectures_and_wheels(checkout):
     subprocess.run(repair, env=scripts(), check=True)
     (repaired,) = (checkout / "repaired").iterdir()
     assert re.search(r"-cp310-abi3-manylinux_2_\d+_x86_64\.whl$", repaired.name)
-    assert {Path(n).name for n in zipfile.ZipFile(repaired).namelist()} == names[cuda]
+    assert {Path(n).name for n in zipfile.ZipFile(repaired).namelist() if not n.endswith("/")} == names[cuda]
 
 
 def audit(checkout: Path) -> str:
@@ -213,8 +211,9 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() < (12, 0):
         assert called[0].startswith(f"mymuladd: {lacking.format(found)}"), called
 
 
-def test_address_sanitizer(checkout, tmp_path):
+def test_address_sanitizer(tmp_path):
     """No kernel reads or writes outside of what was allocated, its own outputs included, which no test can guard."""
+    checkout = clone(tmp_path / "checkout")
     done = build(checkout, USE_CUDA="0", CXXFLAGS="-fsanitize=address -g1 -O1", LDFLAGS="-fsanitize=address")
     assert done.returncode == 0, done.stdout + done.stderr
     # Flags of the environment, which conda's compilers set too, don't turn the kernels' vectors off.
@@ -228,8 +227,8 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__mod
 sys.path.insert(0, {str(checkout)!r})
 import extension_cpp, pytest
 assert extension_cpp.__file__.startswith({str(checkout)!r})
-selected = "cpu and (parity or layouts or touched or half_values or torch_mul or torch_add or many_dimensions)"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/test_muladd.py", "-k", selected]))
+selected = "cpu and not reference and (parity or layouts or touched or half_values or torch_mul or torch_add or many_dim)"
+sys.exit(pytest.main(["-q", "--quick", "-p", "no:cacheprovider", "tests", "-k", selected]))
 """
     compiler = os.environ.get("CXX", "c++")
     found = [

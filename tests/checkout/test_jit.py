@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clones import lean
 
 import extension_cpp
 from extension_cpp import _facts, jit
@@ -29,11 +30,8 @@ def cache(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def sources(tmp_path) -> Path:
-    """A copy of the sources and the Python files, as a checkout has them before it is compiled."""
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("csrc", "extension_cpp"):
-        shutil.copytree(ROOT / name, tmp_path / "a checkout" / name, ignore=ignored)
-    return tmp_path / "a checkout"
+    """The sources and the Python files, as a checkout has them before it is compiled."""
+    return lean(tmp_path / "a checkout")
 
 
 def environment(cache: Path, **variables: str) -> dict[str, str]:
@@ -76,8 +74,8 @@ import extension_cpp
 extension_cpp.jit.load()
 took = time.monotonic() - start
 assert extension_cpp.mymuladd(torch.ones(2), torch.ones(2), 0.5).tolist() == [1.5, 1.5]
-from extension_cpp import nms
-assert nms(torch.zeros(0, 4), torch.zeros(0), 0.5).numel() == 0
+from extension_cpp import mymul
+assert mymul(torch.zeros(0, 4), torch.zeros(4)).numel() == 0
 print(took, extension_cpp._loader.libraries["_C"], extension_cpp.load_errors, sep="\\n")
 """
 
@@ -86,33 +84,36 @@ def test_a_checkout_that_was_not_compiled(sources, cache):
     """Imports, says what to do where an operator is asked for, and compiles what has changed and nothing else."""
     said = python("import extension_cpp\nextension_cpp.mymuladd", cache, sources).stderr
     assert "ImportError: extension_cpp could not load its library _C" in said and "extension_cpp.jit.load()" in said
-    assert "ImportError: extension_cpp could not" in python("from extension_cpp import nms", cache, sources).stderr
+    assert "ImportError: extension_cpp could not" in python("from extension_cpp import mymul", cache, sources).stderr
     first = python(LOAD, cache, sources)
     assert first.returncode == 0 and first.stdout.endswith("\n{}\n"), first.stdout + first.stderr
-    assert {"muladd.cpp", "nms.cpp", "_C.so"} <= set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
+    assert {"module.cpp", "muladd.cpp", "_C.so"} == set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
     second = python(LOAD, cache, sources)
     assert second.stderr == "" and second.stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
-    assert float(second.stdout.splitlines()[0]) < 1
-    with (sources / "csrc" / "nms.h").open("a") as file:
+    took = [float(done.stdout.splitlines()[0]) for done in (second, *(python(LOAD, cache, sources) for _ in range(2)))]
+    assert min(took) < 1  # Other tests run beside this one.
+    with (sources / "csrc" / "muladd.h").open("a") as file:
         file.write("// more\n")
-    assert re.findall(r"compiled (\S+),", python(LOAD, cache, sources).stderr) == ["nms.cpp", "_C.so"]
+    assert re.findall(r"compiled (\S+),", python(LOAD, cache, sources).stderr) == ["muladd.cpp", "_C.so"]
     debug = python(LOAD, cache, sources, DEBUG="1", CXXFLAGS="-g1")
     assert debug.returncode == 0 and debug.stdout.splitlines()[1] != first.stdout.splitlines()[1]
 
 
-def test_beside_a_compiled_build(cache):
+def test_beside_a_compiled_build(sources, cache):
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=sources, env=environment(cache, USE_CUDA="0"), check=True, stdout=subprocess.DEVNULL)
     with pytest.raises(RuntimeError, match=r"registered by .*_C.*, and a process can .* EXTENSION_CPP_JIT=1 before"):
         jit.load()
     inside = "import extension_cpp, torch\nprint(extension_cpp._loader.libraries['_C'])"
     a = "print(extension_cpp.mymul(torch.ones(1), torch.ones(1)).item())"
-    assert str(cache) not in python(f"{inside}\n{a}", cache).stdout
-    replaced = python(f"{inside}\n{a}", cache, EXTENSION_CPP_JIT="1")
+    assert python(f"{inside}\n{a}", cache, sources).stdout.startswith(f"{sources}/extension_cpp/_C")
+    replaced = python(f"{inside}\n{a}", cache, sources, EXTENSION_CPP_JIT="1")
     assert replaced.stdout.startswith(str(cache)) and replaced.stdout.endswith("1.0\n"), replaced.stderr
     report = subprocess.run(
         [sys.executable, "-m", "extension_cpp"],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=sources,
         env=environment(cache, EXTENSION_CPP_JIT="1", COLUMNS="300"),
     )
     assert "just in time" in report.stdout, report.stdout + report.stderr
