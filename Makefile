@@ -7,7 +7,7 @@ CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 
-.PHONY: test op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,8 +21,14 @@ build: $(VENV)/.ready
 	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
 test: build lint
-	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
+	$(PYTEST) -m "not packages"
+
+# Of what `make package VARIANT=all` makes, beyond the tests that the packages carry.
+test-packages: build
+	$(MAKE) package VARIANT=all
+	$(PYTEST) -m packages tests/checkout
 
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
 op: build

@@ -1,4 +1,4 @@
-"""Copies of this checkout, for tests that change one."""
+"""Copies of this checkout, for tests that change one, and what is made of it."""
 
 import os
 import shutil
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PROCS = ("cpu", "cuda130")
 
 
 def git(checkout: Path, *arguments: str) -> str:
@@ -48,3 +49,10 @@ def lean(checkout: Path) -> Path:
         command = [sys.executable, "-m", "templates.op", "remove", family, "--force"]
         subprocess.run(command, cwd=checkout, env=environment(checkout), check=True, stdout=subprocess.DEVNULL)
     return checkout
+
+
+def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    command = command or (sys.executable, "-m", "channel.package")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "CHANNEL": "local", **variables}
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)

@@ -133,6 +133,13 @@ def test_cuda_architectures_and_wheels(checkout):
     assert {Path(n).name for n in zipfile.ZipFile(repaired).namelist() if not n.endswith("/")} == names[cuda]
 
 
+def test_build_commands_of_the_documents():
+    """They name the recipe and conda-forge and nothing else, which test_package.py builds from."""
+    document = (ROOT / "docs" / "build.md").read_text()
+    assert "\nconda build recipe/ -c conda-forge\n" in document
+    assert "\nrattler-build build -r recipe/recipe.yaml -c conda-forge\n" in document
+
+
 def audit(checkout: Path) -> str:
     """What the audit of the architectures says of the library in a copy of the checkout."""
     run = f"""

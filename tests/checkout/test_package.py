@@ -16,7 +16,7 @@ import pytest
 import rattler
 import rattler_build
 import yaml
-from clones import clone
+from clones import PROCS, clone, make
 from elftools.elf.elffile import ELFFile
 
 import extension_cpp
@@ -29,25 +29,6 @@ package = pytest.importorskip("channel.package")
 
 CHANNEL = ROOT / "dist" / "channel"
 os.environ["RATTLER_CACHE_DIR"] = str(ROOT / "dist" / "cache")  # As `make package` has it, wherever a test builds.
-
-
-def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    command = command or (sys.executable, "-m", "channel.package")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**os.environ, "PATH": path, "CHANNEL": "local", **variables}
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
-
-
-PROCS = ("cpu", "cuda130")
-
-
-@pytest.fixture(scope="session")
-def packages() -> dict[str, Path]:
-    """The packages of this checkout, as `make package` makes them; there already if that ran before."""
-    done = make(VARIANT="all")
-    assert done.returncode == 0, done.stdout + done.stderr
-    states = json.loads((ROOT / "dist" / "packages.json").read_text())
-    return {proc: ROOT / "dist" / "conda" / "linux-64" / states[proc]["package"] for proc in PROCS}
 
 
 @pytest.fixture(params=PROCS)
@@ -217,32 +198,6 @@ class TestPackage:
         found = {r.name.normalized: str(r.build) for r in asyncio.run(package.solve(channels, ["extension_cpp"]))}
         assert found["extension_cpp"].startswith(f"{proc}_") and found["pytorch"].startswith(f"{proc}_")
         assert ("libcublas" in found) == (proc != "cpu")
-
-    def test_install_commands_of_the_readme(self, packages, tmp_path):
-        """Channels and specs as each line names them, solved by the engine of pixi, the local channel for conda-forge."""
-        import asyncio
-
-        lines = re.findall(
-            r"`(?:conda|mamba) install (-c .*?)`|`pixi init (.*?) my_project.* pixi add (\w+)`", readme()
-        )
-        commands = [f"{install}{channels} {spec}".strip() for install, channels, spec in lines]
-        assert len(commands) == 3
-        for command in commands:
-            channels = [name.replace("$PWD", str(ROOT)) for name in re.findall(r"-c (\S+)", command)]
-            channels = [CHANNEL.as_uri() if name == "conda-forge" else name for name in channels]
-            records = asyncio.run(package.solve(channels, [command.split()[-1]]))
-            names = {record.name.normalized for record in records}
-            assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names
-
-    def test_build_commands_of_the_documents(self):
-        """They name the recipe and conda-forge and nothing else, which test_render and test_reproducible build from."""
-        document = (ROOT / "docs" / "build.md").read_text()
-        assert "\nconda build recipe/ -c conda-forge\n" in document
-        assert "\nrattler-build build -r recipe/recipe.yaml -c conda-forge\n" in document
-
-
-def readme() -> str:
-    return (ROOT / "README.md").read_text()
 
 
 def interface(library: Path) -> set[str]:
@@ -435,22 +390,3 @@ class TestEnvironment:
         (by_pip,) = (spec["pip"] for spec in environment["dependencies"] if isinstance(spec, dict))
         pyproject = (ROOT / "pyproject.toml").read_text()
         assert all(f'"{name}' in pyproject for name in by_pip)
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-def test_just_in_time_under_a_cuda_torch(packages, tmp_path):
-    """What the package carries of its sources: an example for CPU and CUDA, and the package's own operators in its place."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    variables = {"PATH": path, "TORCH_EXTENSIONS_DIR": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "9.0"}
-    interpreter = ROOT / "dist" / "env" / "cuda130" / "bin" / "python"
-
-    def run(*arguments: str, **more: str) -> str:
-        env = {**os.environ, **variables, **more}
-        done = subprocess.run([interpreter, *arguments], cwd="/", env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "kernels for CPU and CUDA" in run(str(ROOT / "examples" / "jit" / "load_cuda.py"))
-    show = "import extension_cpp; print(*extension_cpp._loader.libraries.values(), extension_cpp.load_errors)"
-    libraries, errors = run("-c", show, EXTENSION_CPP_JIT="1").strip().rsplit(" ", 1)
-    assert libraries.count(str(tmp_path)) == 2 and "_C_cuda.so" in libraries and errors == "{}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -286,3 +287,17 @@ def test_the_table_of_the_readme():
     rows = [f"| {case.have} | {case.type} | {case.get} |" for case in [*CASES, FOUND_LATER, NOTHING, ELSEWHERE]]
     table = text.split("| you have | you type | you get |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
     assert sorted(set(rows)) == sorted(table)
+
+
+def test_install_commands_of_the_readme(packages):
+    """Channels and specs as each line names them, solved by the engine of pixi, the local channel for conda-forge."""
+    readme = (ROOT / "README.md").read_text()
+    lines = re.findall(r"`(?:conda|mamba) install (-c .*?)`|`pixi init (.*?) my_project.* pixi add (\w+)`", readme)
+    commands = [f"{install}{channels} {spec}".strip() for install, channels, spec in lines]
+    assert len(commands) == 3
+    for command in commands:
+        channels = [name.replace("$PWD", str(ROOT)) for name in re.findall(r"-c (\S+)", command)]
+        channels = [(ROOT / "dist" / "channel").as_uri() if name == "conda-forge" else name for name in channels]
+        records = asyncio.run(package.solve(channels, [command.split()[-1]]))
+        names = {record.name.normalized for record in records}
+        assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names
