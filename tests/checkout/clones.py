@@ -40,13 +40,13 @@ def environment(*paths: Path, **variables: str) -> dict[str, str]:
     return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join([*map(str, paths), *given])}
 
 
-def lean(checkout: Path) -> Path:
-    """With one family of operators alone, muladd, for tests that compile: what they test is the same with any number."""
+def lean(checkout: Path, family: str) -> Path:
+    """With one family of operators alone, for tests that compile: what they test is the same with any number."""
     folders = (".git", ".venv*", "build", "dist", "results", "pictures", "*.egg-info", "*_cache")
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*folders, "*.so", "__pycache__"))
     (checkout / "extension_cpp" / "nn" / "__init__.py").write_text("")
-    for family in (path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py") if path.stem != "muladd"):
-        command = [sys.executable, "-m", "templates.op", "remove", family, "--force"]
+    for other in (path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py") if path.stem != family):
+        command = [sys.executable, "-m", "templates.op", "remove", other, "--force"]
         subprocess.run(command, cwd=checkout, env=environment(checkout), check=True, stdout=subprocess.DEVNULL)
     return checkout
 

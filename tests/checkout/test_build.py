@@ -24,7 +24,7 @@ NVCC = shutil.which("nvcc")
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the sources, for builds that must not touch this one's."""
-    return lean(tmp_path_factory.mktemp("build") / "with a space")
+    return lean(tmp_path_factory.mktemp("build") / "with a space", "muladd")
 
 
 def build(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:

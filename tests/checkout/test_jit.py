@@ -31,7 +31,7 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture
 def sources(tmp_path) -> Path:
     """The sources and the Python files, as a checkout has them before it is compiled."""
-    return lean(tmp_path / "a checkout")
+    return lean(tmp_path / "a checkout", "muladd")
 
 
 def environment(cache: Path, **variables: str) -> dict[str, str]:
