@@ -7,7 +7,7 @@ USE_CUDA               1: compile for CUDA, 0: don't; unset: do where nvcc is fo
 CUDA_HOME              where to look for bin/nvcc before PATH
 TORCH_CUDA_ARCH_LIST   "8.0;9.0+PTX"; its default covers Turing to Blackwell
 DEBUG                  1: no optimisation, with debug information
-MAX_JOBS               how many files to compile at a time
+MAX_JOBS               how many files to compile at a time; as many as there are cores by default
 CXX CXXFLAGS LDFLAGS   the compiler and flags to add
 """
 
@@ -137,8 +137,9 @@ def write_ninja(
 
 def run_ninja(file: Path, folder: Path) -> Generator[str]:
     """Compile what has changed; yields ninja's lines and the compilers' as they come. Raises BuildError at the end."""
-    jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    command = ["ninja", *jobs, "-f", str(file)]
+    # Ninja's own number is two more than there are cores, and nvcc has two threads.
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    command = ["ninja", "-j", jobs, "-f", str(file)]
     try:
         ninja = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except FileNotFoundError:
