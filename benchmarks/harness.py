@@ -281,4 +281,6 @@ def ceilings(device: str, dtypes: Iterable[str]) -> dict:
             ):  # PyTorch has no fast product of it, as of float16 on the CPU: a large one takes minutes.
                 break
         rates[dtype] = short(2 * n**3 / seconds)
+    for half in {"bfloat16", "float16"} & set(rates):  # Which may be computed in float32.
+        rates[half] = max(rates[half], rates.get("float32", 0.0))
     return {"bytes": rate, "operations": rates}
