@@ -154,29 +154,30 @@ class TestDistribution:
         assert changed == there
         assert (made.path / "csrc" / "check.h").read_text().endswith("// Better, for ops.\n")
 
-    def test_packages_beside_the_original(self, packages, original, tmp_path):
-        """Of both variants, held to what this project's are; installed by a solver, both projects' operators in a process."""
-        made = generate(original, tmp_path / "made")
-        (made.path / "dist").mkdir()
-        for shared in ("channel", "cache"):  # Gigabytes that are the same.
-            (made.path / "dist" / shared).symlink_to(ROOT / "dist" / shared)
+    def test_package_beside_the_original(self, packages, original, tmp_path):
+        """Built with CUDA, tested, and installed by a solver: both packages' operators in one process."""
+        channels = {"CHANNEL": (ROOT / "dist" / "channel").as_uri(), "RATTLER_CACHE_DIR": str(ROOT / "dist" / "cache")}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        files = ("tests/checkout/test_package.py", "-k", "TestPackage")
-        said = made.run("pytest", "-q", "-p", "no:cacheprovider", "-m", "packages", *files, PATH=path)
-        assert int(re.search(r"(\d+) passed", said)[1]) > 10 and "skipped" not in said
-        channels = [folder / "dist" / "conda" for folder in (made.path, ROOT)] + [ROOT / "dist" / "channel"]
+        variables = {**channels, "PATH": path, "VARIANT": "cuda"}
+        made = generate(original, tmp_path / "made")
+        said = made.run("channel.package", **variables)
+        assert "1 of 1 operators do as documented under torch 2.14.1+cu130, with CUDA kernels" in said
+        wanted = [
+            (tmp_path / "made" / "dist" / "conda").as_uri(),
+            (ROOT / "dist" / "conda").as_uri(),
+            channels["CHANNEL"],
+        ]
         install = f"""
-import asyncio
+import asyncio, json
 from pathlib import Path
 from channel.package import install, leave
-wanted = ["{NAME} * cuda*", "extension_cpp * cuda*", "python"]
-asyncio.run(install(wanted, {[channel.as_uri() for channel in channels]}, Path({str(tmp_path / "env")!r})))
+asyncio.run(install(["{NAME} * cuda*", "extension_cpp * cuda*", "python"], {wanted}, Path({str(tmp_path / "env")!r})))
 leave(0)
 """
         (tmp_path / "install.py").write_text(install)
         done = subprocess.run(
             [sys.executable, tmp_path / "install.py"],
-            env=environment(ROOT, CONDA_OVERRIDE_CUDA="13.0", RATTLER_CACHE_DIR=str(ROOT / "dist" / "cache")),
+            env=environment(ROOT, CONDA_OVERRIDE_CUDA="13.0", **channels),
             capture_output=True,
             text=True,
         )
