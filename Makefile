@@ -20,9 +20,8 @@ $(VENV)/.ready: pyproject.toml
 build: $(VENV)/.ready
 	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
-# By file, as tests of one file share what they build; in the order of their folders, which has the longest first. Threads
-# that spin while they wait would take the cores from the tests beside them.
-PYTEST := OMP_WAIT_POLICY=passive $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
+# By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
+PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
 test: build lint
 	$(PYTEST) -m "not packages"
 

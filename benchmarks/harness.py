@@ -276,9 +276,8 @@ def ceilings(device: str, dtypes: Iterable[str]) -> dict:
         for n in (256, side):
             a, b = torch.randn(2, n, n, device=device).to(getattr(torch, dtype))
             seconds = best(torch.matmul, a, b)
-            if (
-                seconds > 0.005
-            ):  # PyTorch has no fast product of it, as of float16 on the CPU: a large one takes minutes.
+            # Where PyTorch has no fast product, as of float16 on the CPU, a large one takes minutes.
+            if seconds > 0.005:
                 break
         rates[dtype] = short(2 * n**3 / seconds)
     for half in {"bfloat16", "float16"} & set(rates):  # Which may be computed in float32.

@@ -322,7 +322,7 @@ def make(variant: str, dist: Path) -> None:
 
 
 def test_all(built: dict[str, Path], url: str, dist: Path, steps: Steps) -> dict[str, str]:
-    """Test the packages side by side, as each test mostly waits for one core. Returns what pytest said of each."""
+    """Test the packages side by side, as most tests keep one core busy. Returns what pytest said of each."""
 
     def one(proc: str) -> str | ChannelError:
         start = time.monotonic()
