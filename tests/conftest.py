@@ -36,11 +36,8 @@ def is_quick(item: pytest.Item) -> bool:
         and (item.path.name != "test_doctor.py" or item.get_closest_marker("quick") is not None)
         # One compiles against all of torch's headers, the other runs a contract in a process of its own.
         and item.name not in ("test_another_type_of_device", "test_contract_in_the_interpreter")
-        and item.path.name
-        not in (
-            "test_contract.py",
-            "test_tutorial.py",
-        )  # One tests the tests; what the other does, the operators' own tests do too.
+        # One tests the tests; what the other does, the operators' own tests do too.
+        and item.path.name not in ("test_contract.py", "test_tutorial.py")
     )
 
 
