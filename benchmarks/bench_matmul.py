@@ -58,7 +58,7 @@ def case(
         "bytes": dtype.itemsize * (m * k + k * n + m * n),
         "operations": 2 * m * k * n,
         # An error in a sum is in proportion to the sums on the way, each of so many terms, not to one that cancels.
-        "tolerance": TOLERANCES[dtype] * max(1.0, k / 256),
+        "tolerance": TOLERANCES[dtype] * max(1.0, k / 128),
     }
     return Case("matmul", device, **common | described)
 

@@ -81,20 +81,66 @@ void with_splits(Launch& launch, const Tensor& like, Product<T, V> product, cons
   launch(sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits);
 }
 
-template <class S, class T, class V>
-void run_simt(Launch& launch, const Product<T, V>& product, const Tiling& tiling) {
-  launch(simt_kernel<S, T, V>, tiling.count(), S::kThreads, S::kSharedBytes, product, tiling);
+// With the plan's parts of k, which are in steps of S::kK, and tiles of S.
+template <class S, Reads kA, Reads kB, class T, class V>
+void run_simt(Launch& launch, const Product<T, V>& product, const Plan& plan) {
+  Tiling tiling = plan.tiling;
+  tiling.tiles_m = ceil_div(product.m, S::kM), tiling.tiles_n = ceil_div(product.n, S::kN);
+  constexpr size_t kBytes = S::kStages * sizeof(Stage<S, V, kB>), kOfTuring = 64 * 1024;
+  static_assert(kBytes <= kOfTuring);
+  launch(simt_kernel<S, kA, kB, T, V>, tiling.count(), S::kThreads, kBytes, product, tiling);
 }
 
-template <class T, class V, class... Shapes>
-void simt(Launch& launch, const Tensor& like, const Product<T, V>& product, const Device& device, double rate) {
-  const TileModel shapes[] = {
-      {Shapes::kM, Shapes::kN, Shapes::kK, Shapes::kThreads / 32, Shapes::kBlocks, rate * (Shapes::kM >= 128 ? 1 : 0.8),
-       8}...};
-  const Plan chosen = plan(shapes, product.m, product.n, product.k, sizeof(T), device.processors);
-  with_splits(launch, like, product, chosen, [&](const Product<T, V>& p, const Plan& plan) {
-    constexpr void (*kRuns[])(Launch&, const Product<T, V>&, const Tiling&) = {run_simt<Shapes, T, V>...};
-    kRuns[plan.shape](launch, p, plan.tiling);
+template <class S>
+constexpr TileModel simt_model(double rate) {
+  return {S::kM, S::kN, S::kK, S::kThreads / 32, S::kBlocks, rate, 8};
+}
+
+void simt(Launch& launch, const Tensor& like, const Product<float, float>& product, const Device& device) {
+  using Wide = Simt<float, 128, 256, 16, 16, 8, 2, 1>;
+  using Narrow = Simt<float, 64, 128, 16, 8, 8, 4, 4>;
+  using NarrowAlongK = Simt<float, 64, 128, 16, 8, 8, 3, 3>;  // It takes more registers.
+  using Few = Simt<float, 16, 128, 16, 8, 4, 4, 4>;
+  using Fewest = Simt<float, 4, 256, 16, 4, 4, 3, 4>;
+  enum Shape { kWide, kNarrow, kFew, kFewest };
+  constexpr Reads kElements = Reads::kElements, kRows = Reads::kRows, kAlongK = Reads::kAlongK;
+  constexpr TileModel kModels[] = {
+      simt_model<Wide>(186), simt_model<Narrow>(178), simt_model<Few>(100), simt_model<Fewest>(60)};
+  const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(float), device.processors);
+  with_splits(launch, like, product, chosen, [&](const Product<float, float>& p, const Plan& plan) {
+    const bool rows_a = has_vectors_along_rows(p.a, p.rows_a), rows_b = has_vectors_along_rows(p.b, p.rows_b);
+    const bool along_k = has_vectors_along_k(p.b, p.k);
+    if (plan.shape == kWide && rows_a && rows_b) return run_simt<Wide, kRows, kRows>(launch, p, plan);
+    if (plan.shape == kFew && rows_b) return run_simt<Few, kElements, kRows>(launch, p, plan);
+    if (plan.shape == kFew && along_k) return run_simt<Few, kElements, kAlongK>(launch, p, plan);
+    if (plan.shape == kFewest && rows_b) return run_simt<Fewest, kElements, kRows>(launch, p, plan);
+    if (plan.shape == kFewest && along_k) return run_simt<Fewest, kElements, kAlongK>(launch, p, plan);
+    if (rows_a && rows_b) return run_simt<Narrow, kRows, kRows>(launch, p, plan);
+    if (rows_b) return run_simt<Narrow, kElements, kRows>(launch, p, plan);
+    if (along_k) return run_simt<NarrowAlongK, kElements, kAlongK>(launch, p, plan);
+    run_simt<Narrow, kElements, kElements>(launch, p, plan);
+  });
+}
+
+void simt(Launch& launch, const Tensor& like, const Product<double, double>& product, const Device& device) {
+  using Shape = Simt<double, 64, 64, 16, 8, 4, 3, 3>;
+  constexpr TileModel kModels[] = {simt_model<Shape>(50)};
+  const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(double), device.processors);
+  with_splits(launch, like, product, chosen, [&](const Product<double, double>& p, const Plan& plan) {
+    const bool rows_b = has_vectors_along_rows(p.b, p.rows_b);
+    if (rows_b) return run_simt<Shape, Reads::kElements, Reads::kRows>(launch, p, plan);
+    run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
+  });
+}
+
+// Halves.
+template <class T>
+void simt(Launch& launch, const Tensor& like, const Product<T, float>& product, const Device& device) {
+  using Shape = Simt<float, 64, 128, 16, 8, 8, 2, 3>;
+  constexpr TileModel kModels[] = {simt_model<Shape>(100)};
+  const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(T), device.processors);
+  with_splits(launch, like, product, chosen, [&](const Product<T, float>& p, const Plan& plan) {
+    run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
   });
 }
 
@@ -135,48 +181,47 @@ bool fits_wgmma(int64_t m, int64_t n, int64_t k) {
   return std::max({m, n, k}) <= kLargest && static_cast<double>(m) * n * k >= kWorthCopies;
 }
 
-// The factor as a kernel takes it in whole vectors, which lie along k or along rows: itself, or where a copy takes a
-// small part of the product's time, one that `memory` holds.
-Factor<float> in_vectors(
-    Launch& launch, const Tensor& like, const Factor<float>& factor, bool along_k, int64_t rows, int64_t k,
+// Makes of a factor, of which `rows` rows may be read, what a kernel takes in whole vectors, along k or along rows:
+// where that takes a small part of the product's time, by a copy that `memory` holds.
+void make_vectors(
+    Launch& launch, const Tensor& like, Factor<float>& factor, int64_t& rows, bool along_k, int64_t k,
     int64_t other_rows, std::optional<Tensor>& memory) {
-  constexpr int64_t kWorthACopy = 1024;
+  constexpr int64_t kVec = 4, kFewRows = 64, kWorthACopy = 1024;
+  constexpr double kLeastWork = 512.0 * 512 * 1024;
+  const bool worth =
+      rows >= kFewRows && other_rows >= kWorthACopy && static_cast<double>(rows) * other_rows * k >= kLeastWork;
+  if (!worth || (along_k ? has_vectors_along_k(factor, k) : has_vectors_along_rows(factor, rows))) return;
   const Factor<float> along_rows{factor.data, factor.inner, factor.outer};
-  const bool has_vectors = has_vectors_along_k(along_k ? factor : along_rows);
-  if (has_vectors || std::min(rows, other_rows) < kWorthACopy) return factor;
-  const int64_t inner = along_k ? k : rows, outer = along_k ? rows : k, stride = ceil_div(inner, 4) * 4;
+  const int64_t inner = along_k ? k : rows, outer = along_k ? rows : k, stride = ceil_div(inner, kVec) * kVec;
   memory = workspace(like, outer * stride * static_cast<int64_t>(sizeof(float)));
   float* to = static_cast<float*>(memory->mutable_data_ptr());
   launch(
       transpose_kernel, ceil_div(inner, kSquare) * ceil_div(outer, kSquare), kCopyThreads, 0,
       along_k ? along_rows : factor, inner, outer, stride, to);
-  return along_k ? Factor<float>{to, stride, 1} : Factor<float>{to, 1, stride};
+  if (along_k) {
+    factor = {to, stride, 1};
+  } else {
+    factor = {to, 1, stride}, rows = stride;
+  }
 }
 
 template <class T>
 void run(Launch& launch, const Tensor& like, Product<T, float> product, const Device& device, bool allow_tf32) {
+  std::optional<Tensor> memory_a, memory_b;  // Until the product is launched.
   if constexpr (std::is_same_v<T, float>) {
     const bool tf32 = allow_tf32 && has_mma<float>(device.architecture);
-    std::optional<Tensor> memory_a, memory_b;
-    product.a = in_vectors(launch, like, product.a, tf32, product.m, product.k, product.n, memory_a);
-    product.b = in_vectors(launch, like, product.b, tf32, product.n, product.k, product.m, memory_b);
+    make_vectors(launch, like, product.a, product.rows_a, tf32, product.k, product.n, memory_a);
+    make_vectors(launch, like, product.b, product.rows_b, tf32, product.k, product.m, memory_b);
     if (tf32) return mma(launch, like, product, device);
-    using Large = Simt<float, 128, 128, 16, 8, 8, 3, 2, false>;
-    using Small = Simt<float, 64, 128, 16, 8, 8, 4, 4, false>;
-    if (has_vectors_along_k(product.b)) {
-      simt<float, float, Large, Small, Simt<float, 16, 128, 16, 8, 4, 5, 4, true>>(launch, like, product, device, 170);
-    } else {
-      simt<float, float, Large, Small, Simt<float, 16, 128, 16, 8, 4, 6, 4, false>>(launch, like, product, device, 170);
-    }
   } else {
     if (device.hopper && fits_wgmma(product.m, product.n, product.k)) return wgmma(launch, like, product, device);
     if (has_mma<T>(device.architecture)) return mma(launch, like, product, device);
-    simt<T, float, Simt<float, 64, 128, 16, 8, 8, 2, 3, false>>(launch, like, product, device, 100);
   }
+  simt(launch, like, product, device);
 }
 
 void run(Launch& launch, const Tensor& like, const Product<double, double>& product, const Device& device, bool) {
-  simt<double, double, Simt<double, 64, 64, 16, 8, 4, 3, 3, false>>(launch, like, product, device, 50);
+  simt(launch, like, product, device);
 }
 
 template <class T, class V>
@@ -187,6 +232,8 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
       a.sizes[0],
       b.sizes[1],
       a.sizes[1],
+      a.sizes[0],
+      b.sizes[1],
       b.sizes[1],
       1,
       0,
@@ -196,6 +243,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   if (product.n <= kFewRows && product.m > product.n) {  // Tiles are wide: few columns are better as few rows.
     std::swap(product.a, product.b);
     std::swap(product.m, product.n);
+    std::swap(product.rows_a, product.rows_b);
     std::swap(product.c_outer, product.c_inner);
   }
   // The stride of a dimension of size 1 means nothing, and would look as if rows were not aligned.

@@ -11,13 +11,14 @@
 
 namespace extension_cpp {
 
-// A product to compute: m by n sums over k. Element (i, j) of the result is at c[i * c_outer + j * c_inner]. Where
+// A product to compute: m by n sums over k. Of a and b, rows_a and rows_b rows may be read: more than m and n of a copy
+// that is padded with zeros. Element (i, j) of the result is at c[i * c_outer + j * c_inner]. Where
 // `partial` is given, kernels leave c to sum_splits_kernel and write their sums, those of split s over a part of k, to
 // partial[(s * m + i) * partial_stride + j]; its rows are padded, so that whole vectors are written and read.
 template <class T, class V>
 struct Product {
   Factor<T> a, b;
-  int64_t m, n, k, c_outer, c_inner, partial_stride;
+  int64_t m, n, k, rows_a, rows_b, c_outer, c_inner, partial_stride;
   T* c;
   V* partial;
 
@@ -139,26 +140,21 @@ __device__ inline uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
-// Copies into shared memory that are under way until wait_for_copies. What is not `valid` becomes zero.
+// Copies into shared memory that are under way until wait_for_copies. What is not `valid` becomes zero, and isn't read.
+// Of a line in the L2 cache whose other half is read next, both are fetched.
 template <int kBytes>
-__device__ void copy_async(void* to, const void* from, int valid_bytes) {
+__device__ void copy_async(void* to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
+  const int bytes = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
     asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid_bytes));
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
   } else {
     asm volatile(
-        "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
-        "r"(valid_bytes));
+        "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(bytes));
   }
 #else
-  if (valid_bytes == kBytes) {
-    *static_cast<Words<kBytes>*>(to) = *static_cast<const Words<kBytes>*>(from);
-  } else {
-    for (int i = 0; i < kBytes / 2; ++i) {
-      static_cast<uint16_t*>(to)[i] = 2 * i < valid_bytes ? static_cast<const uint16_t*>(from)[i] : 0;
-    }
-  }
+  *static_cast<Words<kBytes>*>(to) = valid ? *static_cast<const Words<kBytes>*>(from) : Words<kBytes>{};
 #endif
 }
 
@@ -167,7 +163,7 @@ template <class T>
 __device__ void copy_vector(void* to, const T* from, int valid) {
   constexpr int kCount = 16 / sizeof(T);
   if (valid == kCount || valid == 0) {
-    copy_async<16>(to, from, valid * static_cast<int>(sizeof(T)));
+    copy_async<16>(to, from, valid != 0);
     return;
   }
 #pragma unroll 1
@@ -188,21 +184,20 @@ __device__ void wait_for_copies() {
 #endif
 }
 
-// One block's share of a product: `load` starts the copies of a step into a stage of shared memory, and
-// `compute` works on a stage.
+// One block's share of a product, of `count` steps: `load` starts the copies of the next step into a stage of shared
+// memory, and `compute` works on a stage.
 template <int kStages, class Load, class Compute>
-__device__ __forceinline__ void pipeline(const Place& at, const Load& load, const Compute& compute) {
-  const int count = static_cast<int>(at.end - at.begin);  // More would take hours.
+__device__ __forceinline__ void pipeline(int count, const Load& load, const Compute& compute) {
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
-    if (s < count) load(at.begin + s, s);
+    if (s < count) load(s);
     commit_copies();
   }
   int stage = 0, next = kStages - 1;
   for (int step = 0; step < count; ++step) {
     wait_for_copies<kStages - 2>();
     __syncthreads();
-    if (step + kStages - 1 < count) load(at.begin + step + kStages - 1, next);
+    if (step + kStages - 1 < count) load(next);
     commit_copies();
     compute(stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -54,7 +54,7 @@ static __global__ void pad_kernel(const uint16_t* from, Padded shape, uint16_t* 
 
 constexpr int kSquare = 32;
 
-// to[k * stride + row] = factor(row, k).
+// to[k * stride + row] = factor(row, k), and zero for rows from there to the stride.
 static __global__ void transpose_kernel(Factor<float> factor, int64_t rows, int64_t k, int64_t stride, float* to) {
   __shared__ float square[kSquare][kSquare + 1];
   constexpr int kAtATime = kCopyThreads / kSquare;
@@ -62,13 +62,12 @@ static __global__ void transpose_kernel(Factor<float> factor, int64_t rows, int6
   const int64_t first_row = blockIdx.x / across * kSquare, first_k = blockIdx.x % across * kSquare;
   const int x = threadIdx.x % kSquare, y = threadIdx.x / kSquare;
   for (int i = y; i < kSquare; i += kAtATime) {
-    if (first_row + i < rows && first_k + x < k) {
-      square[i][x] = factor.data[(first_row + i) * factor.outer + (first_k + x) * factor.inner];
-    }
+    const bool valid = first_row + i < rows && first_k + x < k;
+    square[i][x] = valid ? factor.data[(first_row + i) * factor.outer + (first_k + x) * factor.inner] : 0.0f;
   }
   __syncthreads();
   for (int i = y; i < kSquare; i += kAtATime) {
-    if (first_row + x < rows && first_k + i < k) to[(first_k + i) * stride + first_row + x] = square[x][i];
+    if (first_row + x < stride && first_k + i < k) to[(first_k + i) * stride + first_row + x] = square[x][i];
   }
 }
 

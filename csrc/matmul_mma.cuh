@@ -72,7 +72,7 @@ __device__ void load_mma(
       const bool valid = row < rows && at < ks;
       const T* source = valid ? from + row * factor.outer + at * factor.inner : factor.data;
       if constexpr (sizeof(T) == 4) {
-        copy_async<4>(to + at_row<T>(row, at), source, valid ? 4 : 0);
+        copy_async<4>(to + at_row<T>(row, at), source, valid);
       } else {
         const uint16_t bits = valid ? *reinterpret_cast<const uint16_t*>(source) : uint16_t(0);
         *reinterpret_cast<uint16_t*>(to + (order == Order::kAnyK ? at_k(row, at) : at_row<T>(row, at))) = bits;
@@ -163,9 +163,11 @@ __global__ void __launch_bounds__(Mma<T>::kThreads, 2) mma_kernel(Product<T, flo
     const bool by_k_a = order_a == Order::kK || order_a == Order::kAnyK;
     const bool by_k_b = order_b == Order::kK || order_b == Order::kAnyK;
     float sums[4][8][4] = {};
-    auto load = [&](int64_t step, int stage) {
+    int64_t step = at.begin;
+    auto load = [&](int stage) {
       load_mma(product.a, order_a, first_m, product.m, step * M::kK, product.k, stages[stage][0]);
       load_mma(product.b, order_b, first_n, product.n, step * M::kK, product.k, stages[stage][1]);
+      ++step;
     };
     auto compute = [&](int stage) {
 #pragma unroll
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(Mma<T>::kThreads, 2) mma_kernel(Product<T, flo
         }
       }
     };
-    pipeline<M::kStages>(at, load, compute);
+    pipeline<M::kStages>(static_cast<int>(at.end - at.begin), load, compute);  // More would take hours.
     store_sums<2>(product, at, [&](const auto& store) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -41,9 +41,8 @@ Plan plan(const TileModel (&shapes)[kCount], int64_t m, int64_t n, int64_t k, in
       if (splits > 1 && (steps < kLeastSteps || tiles * splits > 4.0 * processors * shape.blocks)) break;
       if (ceil_div(tiling.steps, steps) != splits) continue;
       const double turns = std::ceil(tiles * splits / (processors / shape.processors));
-      const double rate =
-          shape.rate * std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
-      const double step = std::max(shape.m * shape.n * shape.k / rate, read);
+      const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
+      const double step = std::max(shape.m * shape.n * shape.k / shape.rate, read) / busy;
       double time = turns * steps * step + std::ceil(turns / shape.blocks) * kBlock;
       if (splits > 1) time += kPass + (8.0 * splits + bytes) * m * n / kBytesOfDevice;
       if (time < best.nanoseconds) {
