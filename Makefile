@@ -15,10 +15,12 @@ $(VENV)/.ready: pyproject.toml
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
 	touch $@
 
-# Editable, so that Python files need no step; ninja recompiles what has changed in csrc/ and nothing else.
+# Editable, so that Python files need no step; ninja recompiles what has changed in csrc/ and nothing else. CUDA code is
+# for this machine's GPUs, or where there are none for one of today's; packages and wheels have all that setup.py names.
+GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed 's/^9.0$$/9.0a/' | sort -uV)
 .PHONY: build
 build: $(VENV)/.ready
-	$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
+	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),$(or $(GPUS),9.0a)+PTX)" $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12

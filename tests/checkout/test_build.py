@@ -269,6 +269,33 @@ def test_pip_install_and_build(checkout, tmp_path):
     assert "-cp310-abi3-" in file.name
 
 
+def test_make_compiles_for_what_is_there(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '12.0\\n9.0\\n8.9\\n9.0\\n'\n")
+    program.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
+    for variables, said in (
+        ({"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}, '"8.9 9.0a 12.0+PTX"'),
+        ({"TORCH_CUDA_ARCH_LIST": "8.0"}, '"8.0"'),
+    ):
+        command = ["make", "--dry-run", "--always-make", "build"]
+        done = subprocess.run(command, cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True, check=True)
+        assert f"TORCH_CUDA_ARCH_LIST={said}" in done.stdout
+
+
+def test_same_bytes_in_another_folder(checkout, tmp_path):
+    """_C_cuda is all that CUDA packages add to what test_package.py shows of the CPU's."""
+    copy = tmp_path / "another folder"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns("build", "*.so"))
+    variables = {"USE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0a+PTX"} if NVCC else {"USE_CUDA": "0"}
+    for folder in (checkout, copy):
+        done = build(folder, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+    names = ["_C.abi3.so", *(["_C_cuda.so"] if NVCC else [])]
+    for first, second in ([folder / "extension_cpp" / name for folder in (checkout, copy)] for name in names):
+        assert first.read_bytes() == second.read_bytes(), f"{first.name} has other bytes"
+
+
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 class TestLibraries:
     def test_torch_abi(self, library):
