@@ -126,7 +126,7 @@ def source_files() -> Iterator[Path]:
 
 
 def fingerprint(*others: str) -> str:
-    """Of all that decides what the package is."""
+    """Of all that decides what the package is, but for the commit's time, which changes with what isn't of it too."""
     digest = hashlib.sha256("\0".join([sys.version, rattler_build.rattler_build_version(), *others]).encode())
     for path in source_files():
         digest.update(f"{relative(path)}\0".encode())
@@ -297,7 +297,7 @@ def make(variant: str, dist: Path) -> None:
         if proc != "cpu":  # The solver takes CUDA packages where there is a driver; building and testing needs none.
             os.environ.setdefault("CONDA_OVERRIDE_CUDA", f"{proc[4:-1]}.{proc[-1]}")
         digest = local.digest(proc != "cpu") if local else ""
-        marks[proc] = fingerprint(proc, url, digest, os.environ["SOURCE_DATE_EPOCH"])
+        marks[proc] = fingerprint(proc, url, digest)
         state = states.get(proc, {})
         there = (dist / "conda" / SUBDIR / state.get("package", "none")).exists()
         if state.get("fingerprint") == marks[proc] and there and (dist / "env" / proc / "conda-meta").exists():
