@@ -203,6 +203,13 @@ class Contract:
             assert (error[finite] <= bound[finite]).all(), f"off by {error[finite].max():.3g} on {describe(args)}"
             assert same_bits(got[~finite], want[~finite].to(dtype)), f"wrong infinity or NaN on {describe(args)}"
 
+    def same(self, x: Tensor, y: Tensor) -> bool:
+        """The same bits; of the reference, those of PyTorch's operators, whose rounding may depend on where memory lies."""
+        if self.backend == "reference" and x.dtype == y.dtype and x.is_floating_point():
+            tolerance = 8 * torch.finfo(x.dtype).eps
+            return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+        return same_bits(x, y)
+
     def test_parity(self, device, dtype):
         """The values of the reference, computed in higher precision."""
         for args in self.op.samples(device, dtype):
@@ -221,7 +228,7 @@ class Contract:
                     changed = (*others[:i], laid_out, *others[i + 1 :])
                     results = run(op, op.function, changed)
                     for got, want in zip(results, expected):
-                        assert same_bits(got, want), f"argument {i} with layout {name!r}: wrong on {describe(changed)}"
+                        assert self.same(got, want), f"argument {i} with layout {name!r}: wrong on {describe(changed)}"
                     for k, (before, after) in enumerate(zip(args, changed)):
                         if isinstance(before, Tensor) and k not in op.writes:
                             assert same_bits(before, after), f"argument {k} was changed by {describe(changed)}"
@@ -235,7 +242,7 @@ class Contract:
             views = iter(guards)
             results = run(op, op.function, map_tensors(lambda _, views=views: next(views)[0], args))
             for got, want in zip(results, expected):
-                assert same_bits(got, want), f"the surroundings change the result of {describe(args)}"
+                assert self.same(got, want), f"the surroundings change the result of {describe(args)}"
             assert all(untouched() for _, untouched in guards), f"wrote outside its tensors on {describe(args)}"
 
     def test_same_bits_every_time(self, device, dtype):

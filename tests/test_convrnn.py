@@ -371,7 +371,6 @@ class TestModule:
         assert layer.weight.dtype == torch.float64 and layer.weight.device.type == device
         assert str(layer) == "ConvRNN(5, batch_first=True)" and str(extension_cpp.nn.ConvRNN(2)) == "ConvRNN(2)"
         before = layer.weight.clone()
-        torch.manual_seed(0)
         layer.reset_parameters()
         assert not torch.equal(before, layer.weight) and layer.weight.abs().max() <= 5**-0.5
         assert layer.half()(torch.randn(1, 2, 6, device=device).half())[0].dtype == torch.float16
