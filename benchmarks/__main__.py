@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,8 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     commit = options.commit or records.commit()
     for pair in pairs:
+        start = time.monotonic()
         results = measure(*pair, commit, console)
         console.print(show.table(results))
+        console.print(f"{pair[0]} on {pair[1]} took {time.monotonic() - start:.0f} s", highlight=False)
         if disturbed := compare.noisy(results):
             count = f"{len(disturbed)} of {len(results.cases())} cases"
             note = f"the machine was busy, {count} moved by more than {compare.NOISY:.0%} between rounds; the first:"

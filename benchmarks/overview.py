@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from benchmarks.pictures import THEMES, WIDTH, save, settings
 from benchmarks.records import Results, best_peer
 
-TICKS = (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100, 300, 1000)
+TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+FEW_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)  # of an axis that is shorter
 
 
 def ratios(results: Results) -> dict[tuple[str, str], list[float]]:
@@ -34,6 +35,7 @@ def overview(found: list[Results], theme: str) -> bytes:
     keys = sorted({key for rows in machines.values() for key in rows}, key=order_of(machines))
     values = [v for rows in machines.values() for vs in rows.values() for v in vs]
     low, high = min(0.45, *values) * 0.9, max(2.2, *values) * 1.1
+    ticks = [x for x in (TICKS if high / low > 30 else FEW_TICKS) if low <= x <= high]
     with matplotlib.rc_context(settings(chosen)):
         height = 0.185 * len(keys) + 0.72
         figure = Figure(figsize=(WIDTH, height))
@@ -44,7 +46,7 @@ def overview(found: list[Results], theme: str) -> bytes:
             axes = figure.add_axes((left + i * (width + gap), bottom, width, 1 - bottom - 0.3 / height))
             draw_ratios(axes, keys, rows, chosen)
             axes.set_xlim(low, high * (high / low) ** 0.14)  # room for the medians
-            axes.xaxis.set_major_locator(ticker.FixedLocator([x for x in TICKS if low <= x <= high]))
+            axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
             axes.set_title(machine, weight="bold")
             if i == 0:
                 label_rows(axes, keys, chosen)

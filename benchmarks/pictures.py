@@ -221,7 +221,7 @@ def operator(found: list[Results], op: str, theme: str) -> bytes:
     else:
         places = {(i, key): (keys.index(key), i) for i, (_, panels) in enumerate(groups) for key in panels}
     rows = 1 + max(row for row, _ in places.values())
-    width = 1 / columns - 0.108 - 0.0079 * max(len("machine's limit"), *map(len, names))
+    width = 1 / columns - 0.116 - 0.0079 * max(len("machine's limit"), *map(len, names))
     with matplotlib.rc_context(settings(chosen)):
         top, tall = 0.3, 1.48
         height = top + tall * rows
@@ -232,7 +232,7 @@ def operator(found: list[Results], op: str, theme: str) -> bytes:
         for (i, key), (row, column) in places.items():
             results, panels = groups[i]
             bottom = height - top - tall * (row + 1) + 0.29
-            box = (0.092 + column / columns, bottom / height, width, (tall - 0.59) / height)
+            box = (0.1 + column / columns, bottom / height, width, (tall - 0.59) / height)
             draw_curve(figure.add_axes(box), results, panels[key], hues, chosen)
         data = [(results.header["machine"], results.header["ceilings"], panels) for results, panels in groups]
         return save(figure, f"{op}: {', '.join(names)}", data)
