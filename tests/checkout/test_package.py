@@ -276,15 +276,26 @@ class TestLocalChannel:
         with pytest.raises(build.ChannelError, match=r"(?s)could not be had; run it again to go on.*iniconfig"):
             ensure(channel)
 
-    def test_full_disk(self, channel, monkeypatch):
+    @pytest.mark.parametrize(
+        "module, name, error",
+        [
+            (build.os, "replace", OSError(errno.ENOSPC, "No space left on device")),
+            (rattler_build, "assemble_package", rattler_build.RattlerBuildError("No space left on device")),
+        ],
+        ids=["python", "engine"],
+    )
+    def test_full_disk(self, channel, monkeypatch, module, name, error):
         next((channel / "noarch").glob("iniconfig-*")).unlink()
+        (channel / ".work-killed").mkdir()
 
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
+        def full(*_, **__):
+            raise error
 
-        monkeypatch.setattr(build.os, "replace", full)
-        with pytest.raises(build.ChannelError, match=r"could not be written: .*No space left on device"):
+        monkeypatch.setattr(module, name, full)
+        with pytest.raises(build.ChannelError, match=r"could not be written: .*No space left.* GB are free there"):
             ensure(channel)
+        monkeypatch.undo()
+        assert ensure(channel) and not list(channel.glob(".work-*")) and any((channel / "noarch").glob("iniconfig-*"))
 
     def test_wrong_machine(self, monkeypatch):
         monkeypatch.setenv("CXX", "no-such-compiler")
