@@ -95,6 +95,7 @@ print({"triton", "torch._dynamo"} & (set(sys.modules) - before), torch.cuda.is_i
         for name in [*extension_cpp.ops.__all__, "mymul_backward"]:
             packet = getattr(OPS, name)
             for backend in ("native", "reference"):
+                use_backend(backend)
                 schema = str(getattr(packet, backend)._schema).replace(f".{backend}(", "(")
                 assert schema == str(packet.default._schema)
 
@@ -102,7 +103,7 @@ print({"triton", "torch._dynamo"} & (set(sys.modules) - before), torch.cuda.is_i
     def test_triton_has_the_schema_too(self):
         """Inferred from the Python function by triton_op, written in C++ for the operator."""
         use_backend("triton")
-        for name in _backends._makers:
+        for name in _backends._makers["triton"]:
             kinds = [
                 [(a.name, str(a.type)) for a in overload._schema.arguments]
                 + [str(r.type) for r in overload._schema.returns]

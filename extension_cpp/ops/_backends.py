@@ -3,7 +3,8 @@
 An operator `<op>` has an overload `<op>.<backend>` for each of its implementations, with the same schema, fake kernel,
 derivatives and vmap rule: ``torch.ops.extension_cpp.<op>.reference``. ``<op>`` itself leads to the one that serves,
 which is settled at import. :class:`use_backend` leads calls to another overload before the dispatcher sees them, and so
-costs nothing where it isn't used, while torch.compile traces it as it traces any mode.
+costs nothing where it isn't used, while torch.compile traces it as it traces any mode. Its first use makes the overloads,
+which would be most of the time of the import.
 """
 
 import os
@@ -29,10 +30,12 @@ interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 
 _native: dict[str, list[str]] = {}
 """Operator to the types of device that its compiled kernels serve."""
-_makers: dict[str, Callable[[], tuple[Any, Callable]]] = {}
-"""What makes the overload <op>.triton and the function that it runs."""
-_functions: dict[str, Callable] = {}
-"""Those functions, as far as they were made."""
+_makers: dict[str, dict[str, Callable[[], Callable]]] = {backend: {} for backend in BACKENDS}
+"""What makes the overload <op>.<backend>, by backend and operator."""
+_made: set[tuple[str, str]] = set()
+"""Operators and backends whose overload was made."""
+functions: dict[str, Callable] = {}
+"""What <op>.triton runs on CUDA, by operator, where that overload was made."""
 _overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
 """What a call leads to, by backend. One dictionary each, so that torch.compile looks at Triton's only once it is filled."""
 
@@ -65,7 +68,7 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
 def implementations(name: str, device_type: str) -> list[str]:
     """The backends that an operator has on a type of device, best first."""
     found = ["native"] if device_type in _native[name] else []
-    found += ["triton"] if name in _makers and device_type in _triton_devices() else []
+    found += ["triton"] if name in _makers["triton"] and device_type in _triton_devices() else []
     return [*found, "reference"]
 
 
@@ -99,26 +102,26 @@ def require(name: str, backend: str, args: Iterable[Any]) -> None:
     found = implementations(name, kind)
     if backend not in found and kind not in ("", "meta"):
         reason = extension_cpp.load_errors.get(f"_C_{kind}") if backend == "native" else ""
-        if backend == "triton" and name in _makers:
+        if backend == "triton" and name in _makers["triton"]:
             reason = why_no_triton()
         wanted = f"backend must be {' or '.join(found)} on {kind}, got {backend}"
         raise RuntimeError(f"{name}: {wanted}{f': {reason}' if reason else ''}")
 
 
-def add(name: str, triton: Callable[[], tuple[Any, Callable]] | None) -> None:
-    """Enter an operator, once its kernels are loaded and before anything else is registered for it."""
+def add(name: str, makers: dict[str, Callable[[], Callable]]) -> None:
+    """Enter an operator and what makes its overloads, once its kernels are loaded and before anything else is registered."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     _native[name] = [kind for kind, key in (("cpu", "CPU"), ("cuda", "CUDA")) if has(f"extension_cpp::{name}", key)]
-    if triton:
-        _makers[name] = triton
+    for backend, maker in makers.items():
+        _makers[backend][name] = maker
 
     def no_triton(*args: Any, **kwargs: Any) -> Any:
         require(name, "triton", (*args, *kwargs.values()))
 
-    add_overload(name, "triton", no_triton)
+    _lead_to(name, "triton", no_triton)
 
 
-def add_overload(name: str, backend: str, overload: Callable) -> None:
+def _lead_to(name: str, backend: str, overload: Callable) -> None:
     """Let calls of an operator lead to this while `backend` is chosen."""
     packet = getattr(torch.ops.extension_cpp, name)
     _overloads[backend][packet.default] = overload
@@ -130,12 +133,18 @@ def _prepare(backend: str) -> str:
     """Make what `backend` needs; returns why it can't be used, or nothing. Triton takes long to import: not before."""
     if backend not in BACKENDS:
         return f"backend must be native, triton or reference, got {backend!r}"
-    if backend == "triton":
-        if reason := why_no_triton():
-            return f"backend must be native or reference, got 'triton': {reason}"
-        for name in _makers:
-            triton_function(name)
+    if backend == "triton" and (reason := why_no_triton()):
+        return f"backend must be native or reference, got 'triton': {reason}"
+    for name in _makers[backend]:
+        _make(name, backend)
     return ""
+
+
+def _make(name: str, backend: str) -> None:
+    """Make an overload unless it was made."""
+    if (name, backend) not in _made:
+        _lead_to(name, backend, _makers[backend][name]())
+        _made.add((name, backend))
 
 
 # Run while torch.compile traces, not traced itself. What torch.compiler.assume_constant_result does, without its import of
@@ -145,10 +154,8 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def triton_function(name: str) -> Callable:
     """What <op>.triton runs on CUDA; makes that overload if it wasn't yet."""
-    if name not in _functions:
-        overload, _functions[name] = _makers[name]()
-        add_overload(name, "triton", overload)
-    return _functions[name]
+    _make(name, "triton")
+    return functions[name]
 
 
 class use_backend(TorchFunctionMode):

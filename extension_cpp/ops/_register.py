@@ -41,7 +41,11 @@ def register(
     """
     packet = getattr(torch.ops.extension_cpp, name)
     stem = reference.__module__.rpartition(".")[2]
-    _backends.add(name, (lambda: _make_triton(name, stem, finish)) if triton else None)
+    makers: dict[str, Callable[[], Callable]] = {"native": lambda: make("native", native)}
+    makers["reference"] = lambda: make("reference", checked)
+    if triton:
+        makers["triton"] = lambda: _make_triton(name, stem, finish)
+    _backends.add(name, makers)
 
     kinds = [str(argument.type) for argument in packet.default._schema.arguments]
 
@@ -79,16 +83,17 @@ def register(
         if mutates is not None and overload != "triton":  # There torch.library does it.
             _register_mutation(getattr(packet, overload), mutates)
 
+    def make(backend: str, kernel: Callable) -> Callable:
+        schema = str(packet.default._schema).partition("(")[2]
+        _library.define(f"{name}.{backend}({schema}")
+        _library.impl(f"{name}.{backend}", kernel, "CompositeExplicitAutograd")
+        finish(backend, backend)
+        return getattr(packet, backend)
+
     replaced: dict[str, Any] = {}
     for overload in packet.overloads():
         finish(overload, None)
         replaced |= _serve(name, overload, checked)
-    schema = str(packet.default._schema).partition("(")[2]
-    for backend, kernel in (("native", native), ("reference", checked)):
-        _library.define(f"{name}.{backend}({schema}")
-        _library.impl(f"{name}.{backend}", kernel, "CompositeExplicitAutograd")
-        finish(backend, backend)
-        _backends.add_overload(name, backend, getattr(packet, backend))
 
 
 def _within(backend: str | None, function: Callable) -> Callable:
@@ -164,8 +169,8 @@ def _show_the_compiler(name: str, overload: str) -> None:
     torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, rule, lib=_library)
 
 
-def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tuple[Any, Callable]:
-    """Make <op>.triton of the function in extension_cpp/triton; returns both."""
+def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> Callable:
+    """Make <op>.triton of the function in extension_cpp/triton."""
     function = getattr(importlib.import_module(f"extension_cpp.triton.{stem}"), name)
 
     @wraps(function)
@@ -183,7 +188,8 @@ def _make_triton(name: str, stem: str, finish: Callable[[str, str], None]) -> tu
         _show_the_compiler(name, "triton")
     # An eager call needs nothing of what triton_op does for the compiler, which takes it longer than the kernel.
     _library.impl(f"{name}.triton", function, "CUDA")
-    return operator._opoverload, function
+    _backends.functions[name] = function
+    return operator._opoverload
 
 
 _warned: set[tuple[str, str]] = set()
@@ -201,7 +207,7 @@ def _warn_once(op: str, device_type: str, backend: str) -> None:
     if reason is None:
         said = f"{op}: runs its slower PyTorch reference on {device_type}"
         reason = "extension_cpp has no kernel for this device type"
-        if op in _backends._makers and device_type == "cuda":
+        if op in _backends._makers["triton"] and device_type == "cuda":
             reason = _backends.why_no_triton()
     elif backend == "triton":
         others = "as do all other operators that can; those that can't run their slower PyTorch reference"
