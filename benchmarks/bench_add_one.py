@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.bench_muladd import DTYPES, SIZES, vectors
+from benchmarks.bench_muladd import DTYPES, sizes, vectors
 from benchmarks.contenders import backward, compiled
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops.add_one import add_one_reference, my_op_reference
@@ -49,14 +49,14 @@ def cases(device: str) -> Iterator[Case]:
         sixteen = vectors(device, torch.float32, 16, 1)
         yield Case(op, device, peers(op), sixteen, expected, kind="a call on 16 elements", timer=time_calls)
         for dtype in DTYPES:
-            for log2 in SIZES[device]:
+            for log2 in sizes(device, dtype):
                 n = 2**log2
                 common = {"dtype": dtype, "size": f"2^{log2}", "x": n, "operations": n}
                 inputs = vectors(device, dtype, n, 1)
                 short = log2 == 20 and op == "add_one"
                 moved = 2 * dtype.itemsize * n
                 yield Case(op, device, peers(op), inputs, expected, bytes=moved, short=short, **common)
-    log2 = SIZES[device][-2]
+    log2 = sizes(device, torch.float32)[-2]
     n = 2**log2
 
     def leaf() -> tuple[Tensor, Tensor]:

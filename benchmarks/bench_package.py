@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -48,20 +49,25 @@ def seconds(command: list, **options) -> float:
 def importing(module: str, after: str = "sys") -> float:
     """How long a new process takes to import a module after another."""
     code = f"import sys, time, {after}; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-    return seconds([sys.executable, "-c", code])
+    # With its bytecode, as what is installed has it.
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return seconds([sys.executable, "-c", code], env=variables)
 
 
 def package(title: str, contenders: Mapping[str, Callable[..., object]], device: str = "cpu", **options) -> Case:
     return Case("package", device, contenders, kind=title, timer=reported, **options)
 
 
-def sizes() -> Iterator[Case]:
-    files = sorted((DIST / "conda").glob("*/extension_cpp-*.conda"))
-    for file in files:
-        variant = file.name.split("-")[2].split("_")[0]
-        size = file.stat().st_size
+def packages() -> Iterator[Case]:
+    """What `make package` made last, and how long the builds took that it ran; a build of all architectures takes minutes."""
+    file = DIST / "packages.json"
+    states = json.loads(file.read_text()) if file.exists() else {}
+    for variant, state in sorted(states.items()):
+        size = (DIST / "conda" / "linux-64" / state["package"]).stat().st_size
+        took = state["seconds"]["build"]
+        yield package(f"building the package, {variant}", {OURS: lambda took=took: took}, rounds=1)
         yield package(f"size, {variant}", {OURS: lambda size=size: float(size)}, unit="B", rounds=1)
-    if not files:
+    if not states:
         yield package("size", {OURS: needs_package})
 
 
@@ -90,7 +96,6 @@ def environments() -> Iterator[Case]:
 
 def builds() -> Iterator[Case]:
     """Of a copy, so that this checkout's libraries stay as they are."""
-    backends = "CPU and CUDA" if shutil.which("nvcc") and os.environ.get("USE_CUDA") != "0" else "CPU only"
     folder = tempfile.TemporaryDirectory()
     checkout = Path(folder.name) / "checkout"
 
@@ -107,28 +112,29 @@ def builds() -> Iterator[Case]:
             shutil.rmtree(checkout / "build", ignore_errors=True)
         start = time.perf_counter()
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+        variables = {**os.environ, "USE_CUDA": "0"}
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, env=variables)
         if done.returncode:
             raise Unavailable(f"the build failed: {done.stderr.strip().splitlines()[-1]}")
         return time.perf_counter() - start
 
-    sources = (ROOT / "csrc").glob("*.cpp")
-    longest = max(sources, key=lambda path: path.stat().st_size, default=Path("none.cpp"))
+    sources = sorted((ROOT / "csrc").glob("*.cpp"), key=lambda path: path.stat().st_size) or [Path("none.cpp")]
+    usual = sources[(len(sources) - 1) // 2]
     for title, touched, rounds in (
         ("clean build", (), 1),
-        ("build, nothing changed", ("README.md",), 3),
-        ("build, one .cpp changed", (f"csrc/{longest.name}",), 1),
+        ("build, nothing changed", ("README.md",), 1),
+        ("build, one .cpp changed", (f"csrc/{usual.name}",), 1),
     ):
         # The folder lives as long as the last of these.
         contenders = {OURS: lambda touched=touched, _=folder: build(*touched)}
-        yield package(f"{title}, {backends}", contenders, rounds=rounds)
+        yield package(f"{title}, CPU only", contenders, rounds=rounds)
 
 
 def cases(device: str) -> Iterator[Case]:
     """All cases; beside a GPU only the import is another, as torch is."""
     imports = {OURS: lambda: importing("extension_cpp", after="torch"), "torch": lambda: importing("torch")}
-    yield package("import, after torch", imports, device, rounds=5)
+    yield package("import, after torch", imports, device, rounds=3)
     if device == "cpu":
         yield from builds()
-        yield from sizes()
+        yield from packages()
         yield from environments()

@@ -80,10 +80,8 @@ def changes(then: Results, now: Results) -> tuple[list[Change], list[str]]:
 
 def beside_best_peer(case: Case, committed: list[dict], rounds: int, floor: float) -> Change | None:
     """One case of the short form beside one peer; None where the committed records or the case have none."""
-    # A compiled peer would take longer to compile than the whole check should.
-    quick = [peer for peer in committed if not peer["contender"].startswith("compiled")]
-    peer = best_peer([{}, *(quick or committed)])
-    if peer is None or peer["contender"] not in case.contenders:
+    peer = best_peer([{}, *(peer for peer in committed if peer["contender"] in case.contenders)])
+    if peer is None:
         return None
     ours = next(iter(case.contenders))
     pair = {name: case.contenders[name] for name in (ours, peer["contender"])}

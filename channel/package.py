@@ -312,7 +312,8 @@ def make(variant: str, dist: Path) -> None:
             package = add_to_channel(package, proc, dist)
             channels = [(dist / "conda").resolve().as_uri(), url]
             asyncio.run(install([f"extension_cpp * {proc}*", "python"], channels, dist / "env" / proc))
-        states[proc] = {"fingerprint": marks[proc], "package": package.name, "tests": summaries[proc]}
+        took = {step: round(steps.seconds[f"{step} {proc}"], 1) for step in ("build", "test")}
+        states[proc] = {"fingerprint": marks[proc], "package": package.name, "tests": summaries[proc], "seconds": took}
         state_file.write_text(json.dumps(states, indent=1) + "\n")
     shutil.rmtree(work, ignore_errors=True)
     for proc in wanted:

@@ -87,6 +87,17 @@ class TestHarness:
             harness.verify(off, ())
         harness.verify(replace(off, contenders={OURS: lambda: ones + 0}), ())
 
+    def test_every_part_of_a_result_is_compared(self):
+        n = 2**20 + 5
+        for i in (0, n - 1):
+            off = case(inputs=tuple, reference=lambda: torch.ones(n), contenders={OURS: lambda i=i: torch.ones(n)})
+            harness.verify(off, ())
+            wrong = replace(off, contenders={OURS: lambda i=i: torch.ones(n).index_fill_(0, torch.tensor(i), 2)})
+            with pytest.raises(AssertionError, match="is not what the reference computes"):
+                harness.verify(wrong, ())
+        with pytest.raises(AssertionError, match="shape"):
+            harness.verify(replace(off, contenders={OURS: lambda: torch.ones(1, n)}), ())
+
     def test_inputs_rotate_through_more_than_the_cache(self):
         inputs = case().inputs()
         quick = case(contenders={OURS: lambda a, b: None})
@@ -109,6 +120,14 @@ class TestHarness:
         assert alone.name == "forward, one thread"
         assert all(record["threads"] == 1 for record in harness.measure(alone))
         assert counts == {1} and torch.get_num_threads() == 2
+
+    def test_the_short_form_compiles_nothing_that_has_another_peer(self):
+        two, compiled = case().contenders, {"compiled peer": lambda a, b: (a + b) * 2}
+        only = {OURS: two[OURS], **compiled}
+        forms = harness.short_form(
+            [case(short=True, contenders={**two, **compiled}), case(short=True, contenders=only)]
+        )
+        assert [list(form.contenders) for form in forms] == [list(two), list(only)]
 
     def test_steps_of_training(self):
         step = contenders.backward(lambda a, b: a * b)
