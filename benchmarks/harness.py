@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 OURS = "extension_cpp"
-ROUNDS = 5
+ROUNDS = 7
 LARGE = {"cpu": 2**26, "cuda": 2**28}  # elements of what is copied
 SECONDS = 1.5  # A case that would take longer gets fewer rounds, but three.
 TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-10}
