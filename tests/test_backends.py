@@ -127,6 +127,25 @@ class TestChoice:
             extension_cpp.mymul(*two())
         assert recorder.seen == ["mymul.native", "mymul.reference"]
 
+    def test_first_used_by_several_threads_at_once(self):
+        code = """
+import threading, torch, extension_cpp
+start, wrong = threading.Barrier(8), []
+def use(backend):
+    start.wait()
+    try:
+        with extension_cpp.use_backend(backend):
+            assert extension_cpp.mymul(torch.ones(2), torch.ones(2)).tolist() == [1, 1]
+    except Exception as error:
+        wrong.append(error)
+threads = [threading.Thread(target=use, args=(backend,)) for backend in ("native", "reference") * 4]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(wrong)
+"""
+        done = python(code)
+        assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
     def test_ends_with_an_error_and_in_other_threads(self):
         seen = []
 

@@ -8,6 +8,7 @@ which would be most of the time of the import.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ _makers: dict[str, dict[str, Callable[[], Callable]]] = {backend: {} for backend
 """What makes the overload <op>.<backend>, by backend and operator."""
 _made: set[tuple[str, str]] = set()
 """Operators and backends whose overload was made."""
+_making = threading.RLock()
 functions: dict[str, Callable] = {}
 """What <op>.triton runs on CUDA, by operator, where that overload was made."""
 _overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
@@ -142,9 +144,10 @@ def _prepare(backend: str) -> str:
 
 def _make(name: str, backend: str) -> None:
     """Make an overload unless it was made."""
-    if (name, backend) not in _made:
-        _lead_to(name, backend, _makers[backend][name]())
-        _made.add((name, backend))
+    with _making:
+        if (name, backend) not in _made:
+            _lead_to(name, backend, _makers[backend][name]())
+            _made.add((name, backend))
 
 
 # Run while torch.compile traces, not traced itself. What torch.compiler.assume_constant_result does, without its import of
@@ -154,7 +157,8 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def triton_function(name: str) -> Callable:
     """What <op>.triton runs on CUDA; makes that overload if it wasn't yet."""
-    _make(name, "triton")
+    if name not in functions:
+        _make(name, "triton")
     return functions[name]
 
 
