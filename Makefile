@@ -16,8 +16,9 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 # Editable, so that Python files need no step; ninja recompiles what has changed in csrc/ and nothing else. CUDA code is
-# for this machine's GPUs, or where there are none for one of today's; packages and wheels have all that setup.py names.
-GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed 's/^9.0$$/9.0a/' | sort -uV)
+# for this machine's GPUs, or where there are none for one of today's; packages and wheels have all that _build.py names.
+GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+    grep -xE '7\.5|[89]\.[0-9]|[1-9][0-9]\.[0-9]' | sed 's/^9.0$$/9.0a/' | sort -uV)
 .PHONY: build
 build: $(VENV)/.ready
 	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),$(or $(GPUS),9.0a)+PTX)" $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .

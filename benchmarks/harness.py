@@ -102,7 +102,7 @@ def short_form(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 def time_cpu(function: Callable[[], object]) -> float:
-    """Of as many calls as fit into 10 ms; of one that takes longer, which needs none of Timer's to warm up."""
+    """Over as many calls as fit into 10 ms. One that takes longer is timed once, without the calls that Timer adds before."""
     once = timeit.timeit(function, number=1)
     if once > 0.01:
         return once

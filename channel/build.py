@@ -221,14 +221,14 @@ class LocalChannel:
         check_machine()
         self.root.mkdir(parents=True, exist_ok=True)
         with FileLock(self.root / ".lock"):
-            for left in self.root.glob(".work-*"):  # of a run that was killed
-                shutil.rmtree(left)
             try:
+                for left in self.root.glob(".work-*"):  # of a run that was killed
+                    shutil.rmtree(left)
                 self.make(cuda)
             except (OSError, rattler_build.RattlerBuildError) as error:
                 free = shutil.disk_usage(self.root).free / 1e9
                 raise ChannelError(
-                    f"{self.root} could not be written: {error} ({free:.1f} GB are free there; run it again to go on)"
+                    f"{self.root} could not be made: {error} ({free:.1f} GB are free there; run it again to go on)"
                 ) from error
 
     def make(self, cuda: bool) -> None:

@@ -304,7 +304,7 @@ assert seen == ["extension_cpp.add_one.triton"], seen
         assert graphs.seen == [["mymuladd.reference"], ["mymul_backward.reference"]]
         assert torch.equal(a.grad, b) and torch.equal(b.grad, a)
 
-    def test_inductor_and_export(self):
+    def test_inductor_and_export(self, tmp_path):
         a, b = two()
         with use_backend("reference"):
             compiled = torch.compile(lambda a, b: extension_cpp.mymuladd(a, b, 1.0).relu(), fullgraph=True)
@@ -317,6 +317,14 @@ assert seen == ["extension_cpp.add_one.triton"], seen
             program = torch.export.export(Module(), (a, b))
         assert "mymul.reference" in str(program.graph)
         torch.testing.assert_close(program.module()(a, b), a * b)
+        torch.export.save(program, tmp_path / "program.pt2")
+        code = f"""
+import torch, extension_cpp
+extension_cpp.use_backend("reference")
+print(torch.export.load({str(tmp_path / "program.pt2")!r}).module()(torch.full((5,), 2.0), torch.full((5,), 3.0)).tolist())
+"""
+        done = python(code)
+        assert done.stdout.strip() == str([6.0] * 5), done.stderr
 
 
 @needs_triton

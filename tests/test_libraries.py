@@ -114,7 +114,7 @@ def test_architectures():
 
 @pytest.mark.skipif(not C_CUDA.exists(), reason="built for CPU only")
 def test_ptx_of_the_newest():
-    """A GPU newer than the package can still compile its kernels."""
+    """Which a GPU compiles that is newer than all in the list, if the last is none of the architectures with an "a"."""
     assert [name.endswith("+PTX") for name in built_for(C_CUDA)] == [False] * (len(built_for(C_CUDA)) - 1) + [True]
 
 

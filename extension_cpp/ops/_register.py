@@ -84,8 +84,9 @@ def register(
             _register_mutation(getattr(packet, overload), mutates)
 
     def make(backend: str, kernel: Callable) -> Callable:
-        schema = str(packet.default._schema).partition("(")[2]
-        _library.define(f"{name}.{backend}({schema}")
+        if backend not in packet.overloads():  # as it is after an attempt that was interrupted
+            schema = str(packet.default._schema).partition("(")[2]
+            _library.define(f"{name}.{backend}({schema}")
         _library.impl(f"{name}.{backend}", kernel, "CompositeExplicitAutograd")
         finish(backend, backend)
         return getattr(packet, backend)

@@ -269,22 +269,32 @@ def test_pip_install_and_build(checkout, tmp_path):
     assert "-cp310-abi3-" in file.name
 
 
-def test_make_compiles_for_what_is_there(tmp_path):
+@pytest.mark.parametrize(
+    ("gpus", "variables", "said"),
+    [
+        ("12.0 9.0 6.1 8.9 9.0", {}, "8.9 9.0a 12.0+PTX"),
+        ("7.0", {}, "9.0a+PTX"),
+        ("Failed to initialize NVML: Driver/library version mismatch", {}, "9.0a+PTX"),
+        ("8.9", {"TORCH_CUDA_ARCH_LIST": "8.0"}, "8.0"),
+    ],
+    ids=["several", "too old", "broken driver", "variable"],
+)
+def test_make_compiles_for_what_is_there(tmp_path, gpus, variables, said):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '12.0\\n9.0\\n8.9\\n9.0\\n'\n")
+    lines = gpus.split() if gpus[0].isdigit() else [gpus]
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     program.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
-    for variables, said in (
-        ({"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}, '"8.9 9.0a 12.0+PTX"'),
-        ({"TORCH_CUDA_ARCH_LIST": "8.0"}, '"8.0"'),
-    ):
-        command = ["make", "--dry-run", "--always-make", "build"]
-        done = subprocess.run(command, cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True, check=True)
-        assert f"TORCH_CUDA_ARCH_LIST={said}" in done.stdout
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["make", "--dry-run", "--always-make", "build"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**kept, **path, **variables}, capture_output=True, text=True, check=True
+    )
+    assert f'TORCH_CUDA_ARCH_LIST="{said}"' in done.stdout
 
 
 def test_same_bytes_in_another_folder(checkout, tmp_path):
-    """_C_cuda is all that CUDA packages add to what test_package.py shows of the CPU's."""
+    """_C_cuda, here of one family, is all that CUDA packages add to what test_package.py shows of the CPU's."""
     copy = tmp_path / "another folder"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns("build", "*.so"))
     variables = {"USE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0a+PTX"} if NVCC else {"USE_CUDA": "0"}

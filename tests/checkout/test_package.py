@@ -158,7 +158,7 @@ class TestPackage:
     def test_reproducible(self, packages, tmp_path, monkeypatch):
         """Built again in another folder, of the same commit's time: the same bytes.
 
-        The CUDA package is made in the same way, of a library for which test_build.py shows it.
+        The CUDA package is made in the same way; of its compiler test_build.py shows it.
         """
         unpack(packages["cpu"], tmp_path)
         made = json.loads((tmp_path / "unpacked" / "info" / "index.json").read_text())
@@ -292,7 +292,7 @@ class TestLocalChannel:
             raise error
 
         monkeypatch.setattr(module, name, full)
-        with pytest.raises(build.ChannelError, match=r"could not be written: .*No space left.* GB are free there"):
+        with pytest.raises(build.ChannelError, match=r"could not be made: .*No space left.* GB are free there"):
             ensure(channel)
         monkeypatch.undo()
         assert ensure(channel) and not list(channel.glob(".work-*")) and any((channel / "noarch").glob("iniconfig-*"))
