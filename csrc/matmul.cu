@@ -1,7 +1,7 @@
 // matmul on CUDA: which kernel computes a product, with what tiles, and in how many parts of k.
 //
-// In how many parts is decided by the dtype, the sizes and the device alone, tiles by the layouts too. All kernels for a
-// dtype add up k in the same order, so that the bits of the result don't depend on the layouts.
+// In how many parts is decided by the dtype, the sizes and the device alone, tiles by the layouts too. All kernels for
+// a dtype add up k in the same order, so that the bits of the result don't depend on the layouts.
 #include "matmul.cuh"
 
 #include <limits>
