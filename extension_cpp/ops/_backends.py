@@ -2,8 +2,9 @@
 
 An operator `<op>` leads to the implementation that serves, which is settled at import. Once a backend was chosen by
 :class:`use_backend`, there is an overload `<op>.<backend>` too, with the same schema, fake kernel, derivatives and vmap rule:
-``torch.ops.extension_cpp.<op>.reference``. To make those at import would take half of its time. Calls are led to them before
-the dispatcher sees them, which costs nothing where no backend is chosen, while torch.compile traces it as it traces any mode.
+``torch.ops.extension_cpp.<op>.reference``. To make those at import would take half of its time. Calls are led to
+them before the dispatcher sees them, which costs nothing where no backend is chosen, while torch.compile traces it as it
+traces any mode.
 """
 
 import os
@@ -170,8 +171,10 @@ class use_backend(TorchFunctionMode):
     Holds for the thread and the block of a ``with`` statement, for the functions of this package and for
     ``torch.ops.extension_cpp``; derivatives of what was called in it come from the same backend. The innermost holds.
     Under torch.compile it may stand around the compiled function, which is then compiled once for each backend, or inside
-    of it. For a whole process there is the environment variable EXTENSION_CPP_BACKEND, read at import. What torch.export
-    saw in it names the backend's operators: a process that loads such a program has to call ``use_backend(...)`` before.
+    of it. For a whole process there is the environment variable EXTENSION_CPP_BACKEND, read at import.
+
+    What torch.export saw in it names the backend's operators: a process that loads such a program has to call
+    ``use_backend(...)`` before.
 
     Raises:
         RuntimeError: if there is no such backend here; and from an operator that doesn't have it on the device of its
