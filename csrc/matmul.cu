@@ -103,6 +103,9 @@ void simt(Launch& launch, const Tensor& like, const Product<float, float>& produ
   using Few = Simt<float, 16, 128, 16, 8, 4, 4, 4>;
   using Fewest = Simt<float, 4, 256, 16, 4, 4, 3, 4>;
   enum Shape { kWide, kNarrow, kFew, kFewest };
+  // Parts of k that are multiples of every tile's steps are the same parts, whichever tile the layouts ask for.
+  static_assert(
+      Wide::kK == Narrow::kK && NarrowAlongK::kK == Narrow::kK && Few::kK == Narrow::kK && Fewest::kK == Narrow::kK);
   constexpr Reads kElements = Reads::kElements, kRows = Reads::kRows, kAlongK = Reads::kAlongK;
   constexpr TileModel kModels[] = {
       simt_model<Wide>(186), simt_model<Narrow>(178), simt_model<Few>(100), simt_model<Fewest>(60)};
@@ -117,6 +120,7 @@ void simt(Launch& launch, const Tensor& like, const Product<float, float>& produ
     if (plan.shape == kFewest && along_k) return run_simt<Fewest, kElements, kAlongK>(launch, p, plan);
     if (rows_a && rows_b) return run_simt<Narrow, kRows, kRows>(launch, p, plan);
     if (rows_b) return run_simt<Narrow, kElements, kRows>(launch, p, plan);
+    if (rows_a && along_k) return run_simt<NarrowAlongK, kRows, kAlongK>(launch, p, plan);
     if (along_k) return run_simt<NarrowAlongK, kElements, kAlongK>(launch, p, plan);
     run_simt<Narrow, kElements, kElements>(launch, p, plan);
   });
