@@ -320,6 +320,7 @@ class LocalChannel:
         pure = all(tag.platform == "any" for tag in tags)
         site = "site-packages" if pure else f"lib/python{PYTHON}/site-packages"
         metadata = unpack(wheel, tree, site, "python-scripts" if pure else "bin")
+        wheel.unlink()  # The package that is written next takes its room.
         depends = sorted(requirements(metadata))
         cuda = [f"cuda-version >={CUDA},<{int(CUDA.split('.')[0]) + 1}"]
         if name == "cuda-cudart":
@@ -344,7 +345,6 @@ class LocalChannel:
             else:
                 self.assemble(work, name, version, "py311h0000000_0", SUBDIR, files_dir=tree, depends=run)
         shutil.rmtree(tree)
-        wheel.unlink()
 
     def make_python(self, work: Path) -> None:
         version = platform.python_version()

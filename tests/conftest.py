@@ -33,9 +33,8 @@ def is_quick(item: pytest.Item) -> bool:
         and params.get("version", 13000) == 13000
         and params.get("damage", "missing") == "missing"
         and item.get_closest_marker("large") is None
+        and item.get_closest_marker("slow") is None
         and (item.path.name != "test_doctor.py" or item.get_closest_marker("quick") is not None)
-        # One compiles against all of torch's headers, the other runs a contract in a process of its own.
-        and item.name not in ("test_another_type_of_device", "test_contract_in_the_interpreter")
         # One tests the tests; what the other does, the operators' own tests do too.
         and item.path.name not in ("test_contract.py", "test_tutorial.py")
     )
@@ -50,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: what --quick keeps of test_doctor.py")
+    config.addinivalue_line(
+        "markers", "slow: seconds for what doesn't depend on how the package was built; not of --quick"
+    )
     profile = "quick" if config.getoption("quick") else "default"
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
 

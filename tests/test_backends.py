@@ -127,6 +127,7 @@ class TestChoice:
             extension_cpp.mymul(*two())
         assert recorder.seen == ["mymul.native", "mymul.reference"]
 
+    @pytest.mark.slow
     def test_first_used_by_several_threads_at_once(self):
         code = """
 import threading, torch, extension_cpp
@@ -190,6 +191,7 @@ class TestWhatIsNotThere:
         with pytest.raises(RuntimeError, match="use_backend: backend must be native, triton or reference, got 'fast'"):
             use_backend("fast")
 
+    @pytest.mark.slow
     def test_no_triton(self):
         done = python("""
 sys.modules["triton"] = None
@@ -203,6 +205,7 @@ print(extension_cpp.add_one(torch.ones(2)).tolist(), extension_cpp.backends()["a
         wanted = "use_backend: backend must be native or reference, got 'triton': Triton is not installed: pip install triton"
         assert done.stdout.splitlines() == [wanted, "[2.0, 2.0] reference"], done.stderr
 
+    @pytest.mark.slow
     def test_an_operator_without_it(self):
         """On CUDA without kernels for it; fake tensors go where real ones would."""
         done = python("""
@@ -275,6 +278,7 @@ class TestCompiled:
             "mymul.native",
         ]
 
+    @pytest.mark.slow
     @needs_triton
     def test_triton_chosen_inside(self):
         """Also in a process that hasn't imported Triton before."""
@@ -304,6 +308,7 @@ assert seen == ["extension_cpp.add_one.triton"], seen
         assert graphs.seen == [["mymuladd.reference"], ["mymul_backward.reference"]]
         assert torch.equal(a.grad, b) and torch.equal(b.grad, a)
 
+    @pytest.mark.slow
     def test_inductor_and_export(self, tmp_path):
         a, b = two()
         with use_backend("reference"):
@@ -361,6 +366,7 @@ class TestTheCompilerSeesInside:
         assert "extension_cpp.add_one.default" in str(program.graph)
 
 
+@pytest.mark.slow
 class TestWholeProcess:
     """EXTENSION_CPP_BACKEND."""
 
@@ -414,6 +420,7 @@ except RuntimeError as error:
         assert f"{variable} native or reference, got 'triton': Triton is not installed" in done.stderr
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(_backends.interpreted, reason="this is the run in the interpreter")
 def test_contract_in_the_interpreter():
@@ -434,6 +441,7 @@ def test_contract_in_the_interpreter():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ninja") is None or shutil.which("c++") is None, reason="needs ninja and c++")
 def test_another_type_of_device(tmp_path):
     """PyTorch's place for new devices, PrivateUse1: every operator, its derivatives and its compiled form, and warnings."""
