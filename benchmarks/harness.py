@@ -120,13 +120,13 @@ def time_cuda(function: Callable[[], object]) -> float:
     once = timeit.timeit(lambda: (function(), torch.cuda.synchronize()), number=1)
     if once > 0.01:
         return once
-    return do_bench(function, warmup=5, rep=20, return_mode="median") / 1e3
+    return do_bench(function, warmup=3, rep=10, return_mode="median") / 1e3
 
 
 def time_calls(function: Callable[[], object]) -> float:
     """As Python sees it, device included, of many calls in a row."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    return timer.timeit(5_000).median
+    return timer.timeit(2_000).median
 
 
 def reported(function: Callable[[], object]) -> float:
