@@ -301,9 +301,13 @@ class TestEverywhere:
                     torch.testing.assert_close(got, want)
 
     def test_inference_mode_and_subclasses(self, device):
-        a = torch.randn(5, device=device)
+        a, outside = torch.randn(5, device=device), torch.empty(5, device=device)
         with torch.inference_mode():
             torch.testing.assert_close(extension_cpp.mymuladd(a, a, 1.0), a * a + 1.0)
+            for out in (torch.empty_like(a), outside):  # The first has no version, the other one that autograd looks at.
+                extension_cpp.myadd_out(a, a, out)
+                assert torch.equal(out, a + a)
+        assert outside._version == 1
         parameter = torch.nn.Parameter(a)
         assert extension_cpp.mymul(parameter, a).requires_grad
         with torch.no_grad():

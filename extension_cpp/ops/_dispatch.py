@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 try:
     from torch._C import (
         _are_functorch_transforms_active,
+        _AutoDispatchBelowADInplaceOrView,
         _dispatch_call_boxed,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
@@ -24,6 +26,7 @@ except ImportError:  # A torch that renamed one of them: every call takes the ge
         return False
 
     call_handle: Any = None
+    write_handle: Any = None
 
 else:
     call_handle = _dispatch_call_boxed  # The quickest way into the dispatcher from Python, for plain calls.
@@ -58,3 +61,12 @@ else:
                 or forward_ad._current_level >= 0
             )
         )
+
+    def write_handle(handle: Any, written: Tensor, *args: Any) -> None:
+        """A plain call of what writes into one of its arguments, past the kernel that tells autograd so: entering that
+        through Python takes longer than a small operator.
+        """
+        with _AutoDispatchBelowADInplaceOrView():
+            call_handle(handle, *args)
+        if not written.is_inference():
+            increment_version(written)
