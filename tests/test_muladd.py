@@ -304,7 +304,7 @@ class TestEverywhere:
         a, outside = torch.randn(5, device=device), torch.empty(5, device=device)
         with torch.inference_mode():
             torch.testing.assert_close(extension_cpp.mymuladd(a, a, 1.0), a * a + 1.0)
-            for out in (torch.empty_like(a), outside):  # The first has no version, the other one that autograd looks at.
+            for out in (torch.empty_like(a), outside):  # Of these only the other one has a version.
                 extension_cpp.myadd_out(a, a, out)
                 assert torch.equal(out, a + a)
         assert outside._version == 1
