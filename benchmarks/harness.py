@@ -246,7 +246,7 @@ def times_of(case: Case) -> dict[str, list[float]]:
                 break
     timer = case.timer or (time_cuda if case.device == "cuda" else time_cpu)
     rounds = case.rounds
-    if rounds > 1:
+    if rounds > 1 and timer is not reported:  # Another process is warm or isn't, whatever ran before.
         start = time.monotonic()
         alternate(calls, timer, 1)  # warm-up
         rounds = max(3, min(rounds, int(SECONDS / (time.monotonic() - start))))
