@@ -208,7 +208,9 @@ class TestAdd:
         said = checkout.run(*parallel, *sorted(set(files) - set(in_triton)))
         assert int(re.search(r"(\d+) passed", said)[1]) > 100
         if find_spec("triton"):  # Their C++ is that of the others.
-            said = checkout.run(*parallel, "-k", "triton", *in_triton, TRITON_INTERPRET="1")
+            # For finite differences the interpreter is slow, and formulas of derivatives are those of every backend.
+            chosen = ("-k", "triton and not gradcheck")
+            said = checkout.run(*parallel, *chosen, *in_triton, TRITON_INTERPRET="1")
             assert int(re.search(r"(\d+) passed", said)[1]) > 50
 
     def test_what_every_operator_must_have(self, checkout):
