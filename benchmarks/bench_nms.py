@@ -209,7 +209,7 @@ def cases(device: str) -> Iterator[Case]:
         ("in a chain", few, lambda: chained_boxes(few)),
     ):
         yield single(device, make, n, kind="hard cases", size=f"{n:,} {title}")
-    for n in (10_000, 100_000):
+    for n in (10_000, 100_000 if device == "cuda" else 30_000):
         yield batched(device, n)
     yield padded(device, 5_000)
     if device == "cuda":
