@@ -62,12 +62,13 @@ class NinjaBuild(build_ext):
             print(line, end="", flush=True)
 
 
-sources = {
-    suffix: sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob(f"*.{suffix}")) for suffix in ("cpp", "cu")
-}
-extensions = [Extension("extension_cpp._C", sources["cpp"], py_limited_api=True)]
+def find(pattern):
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
+
+
+extensions = [Extension("extension_cpp._C", find("*.cpp") + find("common/*.cpp"), py_limited_api=True)]
 if NinjaBuild.nvcc:
-    extensions.append(Extension("extension_cpp._C_cuda", sources["cu"], py_limited_api=True))
+    extensions.append(Extension("extension_cpp._C_cuda", find("*.cu") + find("common/*.cpp"), py_limited_api=True))
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": NinjaBuild},

@@ -8,14 +8,13 @@
 #include <cmath>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "cpu_dtypes.h"
-#include "huge_pages.h"
-#include "simd.h"
+#include "common/cpu_dtypes.h"
+#include "common/huge_pages.h"
+#include "common/simd.h"
 
-namespace extension_cpp {
+namespace extension_cpp::convrnn {
 namespace {
 
 constexpr int64_t kLanes = 16;  // of the widest vectors; loops go on to a multiple
@@ -158,10 +157,9 @@ void for_rows(const Sizes& sizes, const Body& body) {
 }
 
 struct OnCpu {
-  static void forward(
-      const char*, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
+  static void forward(const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
     ask_for_huge_pages(y);
-    dispatch_floating_cpu(x.dtype, [&]<class T>(T) {
+    dispatch(Floating(), kForward.name(), x.dtype, [&]<class T>(T) {
       using V = typename Compute<T>::type;
       const auto weights = weights_of<T, V>(kernel);
       const Rows<const T> from = rows<T>(x), first = rows<T>(hidden);
@@ -191,10 +189,10 @@ struct OnCpu {
   }
 
   static void backward(
-      const char*, const Sizes& sizes, const View& grad, const View& y, const View& kernel, const Tensor& grad_x,
+      const Sizes& sizes, const View& grad, const View& y, const View& kernel, const Tensor& grad_x,
       const Tensor* grad_kernel, const Tensor& grad_hidden) {
     ask_for_huge_pages(grad_x);
-    dispatch_floating_cpu(grad.dtype, [&]<class T>(T) {
+    dispatch(Floating(), kBackward.name(), grad.dtype, [&]<class T>(T) {
       using V = typename Compute<T>::type;
       auto weights = weights_of<T, V>(kernel);
       std::reverse(weights.begin(), weights.end());
@@ -247,23 +245,9 @@ struct OnCpu {
 
 }  // namespace
 
-// <op>.no_grad: see muladd.cpp.
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("convrnn_forward(Tensor x, Tensor kernel, Tensor hidden) -> Tensor");
-  m.def("convrnn_forward.no_grad(Tensor x, Tensor kernel, Tensor hidden) -> Tensor");
-  m.def(
-      "convrnn_backward(Tensor grad, Tensor y, Tensor kernel, bool kernel_grad=True)"
-      " -> (Tensor grad_x, Tensor grad_kernel, Tensor grad_hidden)");
-  m.def(
-      "convrnn_backward.no_grad(Tensor grad, Tensor y, Tensor kernel, bool kernel_grad=True)"
-      " -> (Tensor grad_x, Tensor grad_kernel, Tensor grad_hidden)");
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kForward, TORCH_BOX(&convrnn_forward<OnCpu>));
+  m.add(kBackward, TORCH_BOX(&convrnn_backward<OnCpu>));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("convrnn_forward", TORCH_BOX(&convrnn_forward<OnCpu>));
-  m.impl("convrnn_forward.no_grad", TORCH_BOX(&convrnn_forward<OnCpu>));
-  m.impl("convrnn_backward", TORCH_BOX(&convrnn_backward<OnCpu>));
-  m.impl("convrnn_backward.no_grad", TORCH_BOX(&convrnn_backward<OnCpu>));
-}
-
-}  // namespace extension_cpp
+}  // namespace extension_cpp::convrnn

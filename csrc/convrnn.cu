@@ -18,13 +18,12 @@
 
 #include <optional>
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "elementwise.cuh"
-#include "launch.cuh"
+#include "common/elementwise.cuh"
+#include "common/launch.cuh"
 
-namespace extension_cpp {
+namespace extension_cpp::convrnn {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 512, kProducts = 8;
@@ -416,10 +415,9 @@ struct Layout {
 };
 
 struct OnCuda {
-  static void forward(
-      const char* op, const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
-    Launch launch(op, x);
-    dispatch_floating_cuda(x.dtype, [&]<class T>(T) {
+  static void forward(const Sizes& sizes, const View& x, const View& kernel, const View& hidden, const Tensor& y) {
+    Launch launch(kForward.name(), x);
+    dispatch(Floating(), kForward.name(), x.dtype, [&]<class T>(T) {
       const Layout<Wide<T>, kMostThreads, 2> layout(sizes);
       const Rows<const T> from = rows<T>(x), first = rows<T>(hidden);
       const Kernel<T> weights{rows<T>(kernel).data, kernel.strides[2], sizes.taps};
@@ -437,10 +435,10 @@ struct OnCuda {
   }
 
   static void backward(
-      const char* op, const Sizes& sizes, const View& grad, const View& y, const View& kernel, const Tensor& grad_x,
+      const Sizes& sizes, const View& grad, const View& y, const View& kernel, const Tensor& grad_x,
       const Tensor* grad_kernel, const Tensor& grad_hidden) {
-    Launch launch(op, grad);
-    dispatch_floating_cuda(grad.dtype, [&]<class T>(T) {
+    Launch launch(kBackward.name(), grad);
+    dispatch(Floating(), kBackward.name(), grad.dtype, [&]<class T>(T) {
       using V = Wide<T>;
       const Layout<V, kThreads, 4> layout(sizes);
       const Rows<const T> grads = rows<T>(grad), states = rows<T>(y);
@@ -491,11 +489,9 @@ struct OnCuda {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("convrnn_forward", TORCH_BOX(&convrnn_forward<OnCuda>));
-  m.impl("convrnn_forward.no_grad", TORCH_BOX(&convrnn_forward<OnCuda>));
-  m.impl("convrnn_backward", TORCH_BOX(&convrnn_backward<OnCuda>));
-  m.impl("convrnn_backward.no_grad", TORCH_BOX(&convrnn_backward<OnCuda>));
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kForward, TORCH_BOX(&convrnn_forward<OnCuda>));
+  m.add(kBackward, TORCH_BOX(&convrnn_backward<OnCuda>));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::convrnn

@@ -11,15 +11,25 @@
 // that is cut in two goes on where it stopped, bit by bit, and y is all that backward needs. Sums are in float32 for
 // halves.
 //
-// The checks and the host functions; convrnn.cpp and convrnn.cu compile them for their device.
+// The host functions; convrnn.cpp and convrnn.cu compile them for their device.
 #pragma once
 
-#include <array>
 #include <tuple>
 
-#include "elementwise.h"
+#include "common/loop.h"
+#include "common/register.h"
 
-namespace extension_cpp {
+namespace extension_cpp::convrnn {
+
+const Operator kForward(
+    "convrnn_forward(Tensor x, Tensor kernel, Tensor hidden) -> Tensor",
+    "x: B T H; kernel: 1 1 K as x where 1 <= K <= H; hidden: B H | B 1 H as x -> B T+1 H");
+// Without kernel_grad, the gradient of the kernel is an empty tensor.
+const Operator kBackward(
+    "convrnn_backward(Tensor grad, Tensor y, Tensor kernel, bool kernel_grad=True)"
+    " -> (Tensor grad_x, Tensor grad_kernel, Tensor grad_hidden)",
+    "grad: B S H where 1 <= S; y: B S H as grad; kernel: 1 1 K as grad where 1 <= K <= H"
+    " -> B S-1 H, 1 1 K*kernel_grad, B H");
 
 struct Sizes {
   int64_t batch, steps, width, taps;
@@ -40,71 +50,35 @@ Rows<const T> rows(const View& t) {
   return {static_cast<const T*>(t.tensor->const_data_ptr()), t.strides[0], time, t.strides[t.ndim - 1]};
 }
 
-inline int64_t check_kernel(const char* op, const View& kernel, const View& like, int64_t width) {
-  check_same(op, kernel, like);
-  if (kernel.ndim != 3 || kernel.sizes[0] != 1 || kernel.sizes[1] != 1) {
-    fail(op, "kernel must have shape (1, 1, K), got ", tuple(kernel.sizes));
-  }
-  const int64_t taps = kernel.sizes[2];
-  if (taps < 1 || taps > width) fail(op, "kernel must have 1 to H elements, got K = ", taps, " and H = ", width);
-  return taps;
-}
-
-inline Sizes check_inputs(const char* op, const View& x, const View& kernel, const View& hidden) {
-  check_floating(op, x);
-  if (x.ndim != 3) fail(op, "x must have shape (B, T, H), got ", tuple(x.sizes));
-  const int64_t batch = x.sizes[0], width = x.sizes[2], taps = check_kernel(op, kernel, x, width);
-  check_same(op, hidden, x);
-  const std::array<int64_t, 2> flat{batch, width};
-  const std::array<int64_t, 3> deep{batch, 1, width};
-  if (!std::ranges::equal(hidden.sizes, flat) && !std::ranges::equal(hidden.sizes, deep)) {
-    fail(op, "hidden must have shape ", tuple(flat), " or ", tuple(deep), ", got ", tuple(hidden.sizes));
-  }
-  return {batch, x.sizes[1], width, taps};
-}
-
-inline Sizes check_backward(const char* op, const View& grad, const View& y, const View& kernel) {
-  check_floating(op, grad);
-  if (grad.ndim != 3 || grad.sizes[1] < 1) fail(op, "grad must have shape (B, T + 1, H), got ", tuple(grad.sizes));
-  check_same(op, y, grad);
-  if (!y.same_sizes(grad)) fail(op, "y must have the shape of grad, ", tuple(grad.sizes), ", got ", tuple(y.sizes));
-  const int64_t width = grad.sizes[2], taps = check_kernel(op, kernel, grad, width);
-  return {grad.sizes[0], grad.sizes[1] - 1, width, taps};
-}
-
 template <size_t N>
 Tensor empty_contiguous(const View& like, const std::array<int64_t, N>& sizes) {
   std::array<int64_t, N> strides;
   int64_t step = 1;
   for (size_t d = N; d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
-  return empty_strided_like(like, sizes.data(), strides.data(), N);
+  return empty_strided(like, -1, sizes.data(), strides.data(), N);
 }
 
-// The operators, for Device = OnCpu or OnCuda.
+// Device is OnCpu or OnCuda.
 
 template <class Device>
 Tensor convrnn_forward(const Tensor& x, const Tensor& kernel, const Tensor& hidden) {
-  constexpr const char* op = "convrnn_forward";
-  const View view_x(op, "x", x), view_kernel(op, "kernel", kernel), view_hidden(op, "hidden", hidden);
-  const Sizes sizes = check_inputs(op, view_x, view_kernel, view_hidden);
-  const Tensor y = empty_contiguous<3>(view_x, {sizes.batch, sizes.steps + 1, sizes.width});
-  if (sizes.batch != 0) Device::forward(op, sizes, view_x, view_kernel, view_hidden, y);
+  const Call<3> call(kForward, {&x, &kernel, &hidden});
+  const auto& [view_x, view_kernel, view_hidden] = call.views;
+  const Sizes sizes{call["B"], call["T"], call["H"], call["K"]};
+  const Tensor y = call.empty();
+  if (sizes.batch != 0) Device::forward(sizes, view_x, view_kernel, view_hidden, y);
   return y;
 }
 
-// Without kernel_grad, the gradient of the kernel is an empty tensor.
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> convrnn_backward(
     const Tensor& grad, const Tensor& y, const Tensor& kernel, bool kernel_grad) {
-  constexpr const char* op = "convrnn_backward";
-  const View view_grad(op, "grad", grad), view_y(op, "y", y), view_kernel(op, "kernel", kernel);
-  const Sizes sizes = check_backward(op, view_grad, view_y, view_kernel);
-  const Tensor grad_x = empty_contiguous<3>(view_grad, {sizes.batch, sizes.steps, sizes.width});
-  const Tensor grad_kernel = empty_contiguous<3>(view_grad, {1, 1, kernel_grad ? sizes.taps : 0});
-  const Tensor grad_hidden = empty_contiguous<2>(view_grad, {sizes.batch, sizes.width});
-  Device::backward(
-      op, sizes, view_grad, view_y, view_kernel, grad_x, kernel_grad ? &grad_kernel : nullptr, grad_hidden);
+  const Call<3> call(kBackward, {&grad, &y, &kernel}, {{"kernel_grad", kernel_grad}});
+  const auto& [view_grad, view_y, view_kernel] = call.views;
+  const Sizes sizes{call["B"], call["S"] - 1, call["H"], call["K"]};
+  const Tensor grad_x = call.empty(0), grad_kernel = call.empty(1), grad_hidden = call.empty(2);
+  Device::backward(sizes, view_grad, view_y, view_kernel, grad_x, kernel_grad ? &grad_kernel : nullptr, grad_hidden);
   return {grad_x, grad_kernel, grad_hidden};
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::convrnn

@@ -14,12 +14,10 @@
 #include <new>
 #include <utility>
 
-#include <torch/csrc/stable/library.h>
+#include "common/cpu_dtypes.h"
+#include "common/simd.h"
 
-#include "cpu_dtypes.h"
-#include "simd.h"
-
-namespace extension_cpp {
+namespace extension_cpp::matmul {
 namespace {
 
 // A vector, and one that may lie anywhere.
@@ -284,13 +282,12 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, bool) {
-  constexpr const char* op = "matmul";
-  const View view_a(op, "a", a), view_b(op, "b", b);
-  check_factors(op, view_a, view_b);
-  const int64_t m = view_a.sizes[0], k = view_a.sizes[1], n = view_b.sizes[1];
-  const Tensor c = allocate_product(view_a, m, n);
+  const Call<2> call(kMatmul, {&a, &b});
+  const auto& [view_a, view_b] = call.views;
+  const int64_t m = call["M"], k = call["K"], n = call["N"];
+  const Tensor c = call.empty();
   if (m == 0 || n == 0) return c;
-  dispatch_floating_cpu(view_a.dtype, [&]<class T>(T) {
+  dispatch(Floating(), kMatmul.name(), view_a.dtype, [&]<class T>(T) {
     T* out = static_cast<T*>(c.mutable_data_ptr());
     if (k == 0) {
       std::memset(out, 0, m * n * sizeof(T));
@@ -303,15 +300,8 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool) {
 
 }  // namespace
 
-// matmul.no_grad is the same kernel without the autograd formula that Python registers for matmul, as with muladd's.
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("matmul(Tensor a, Tensor b, bool allow_tf32=False) -> Tensor");
-  m.def("matmul.no_grad(Tensor a, Tensor b, bool allow_tf32=False) -> Tensor");
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kMatmul, TORCH_BOX(&matmul));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("matmul", TORCH_BOX(&matmul));
-  m.impl("matmul.no_grad", TORCH_BOX(&matmul));
-}
-
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

@@ -2,23 +2,19 @@
 //
 // In how many parts is decided by the dtype, the sizes and the device alone, tiles by the layouts too. All kernels for
 // a dtype add up k in the same order, so that the bits of the result don't depend on the layouts.
-#include "matmul.cuh"
+#include "matmul/product.cuh"
 
 #include <limits>
 #include <optional>
 
-#include <torch/csrc/stable/library.h>
+#include "matmul/copies.cuh"
+#include "matmul/hopper.cuh"
+#include "matmul/mma.cuh"
+#include "matmul/plan.cuh"
+#include "matmul/simt.cuh"
 
-#include "matmul_copies.cuh"
-#include "matmul_hopper.cuh"
-#include "matmul_mma.cuh"
-#include "matmul_plan.cuh"
-#include "matmul_simt.cuh"
-
-namespace extension_cpp {
+namespace extension_cpp::matmul {
 namespace {
-
-constexpr const char* kOp = "matmul";
 
 // What a plan depends on.
 struct Device {
@@ -261,32 +257,28 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   run(launch, *a.tensor, product, current_device(launch, a.device_index), allow_tf32);
 }
 
+template <class T>
+using Sum = typename Compute<T>::type;
+
 Tensor matmul(const Tensor& a, const Tensor& b, bool allow_tf32) {
-  const View view_a(kOp, "a", a), view_b(kOp, "b", b);
-  check_factors(kOp, view_a, view_b);
-  const int64_t m = view_a.sizes[0], n = view_b.sizes[1];
-  const Tensor c = allocate_product(view_a, m, n);
-  if (m == 0 || n == 0) return c;
-  Launch launch(kOp, view_a);
-  if (view_a.sizes[1] == 0) {
-    launch.zero(c.mutable_data_ptr(), View(kOp, "c", c).numel * c.element_size());
-  } else if (view_a.dtype == dtypes::kFloat32) {
-    multiply<float, float>(launch, view_a, view_b, c, allow_tf32);
-  } else if (view_a.dtype == dtypes::kFloat64) {
-    multiply<double, double>(launch, view_a, view_b, c, allow_tf32);
-  } else if (view_a.dtype == dtypes::kFloat16) {
-    multiply<__half, float>(launch, view_a, view_b, c, allow_tf32);
-  } else {
-    multiply<__nv_bfloat16, float>(launch, view_a, view_b, c, allow_tf32);
+  const Call<2> call(kMatmul, {&a, &b});
+  const Tensor c = call.empty();
+  if (call["M"] == 0 || call["N"] == 0) return c;
+  Launch launch(kMatmul.name(), call.views[0]);
+  if (call["K"] == 0) {
+    launch.zero(c.mutable_data_ptr(), call["M"] * call["N"] * c.element_size());
+    return c;
   }
+  dispatch(Types<float, double, __half, __nv_bfloat16>(), kMatmul.name(), call.views[0].dtype, [&]<class T>(T) {
+    multiply<T, Sum<T>>(launch, call.views[0], call.views[1], c, allow_tf32);
+  });
   return c;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("matmul", TORCH_BOX(&matmul));
-  m.impl("matmul.no_grad", TORCH_BOX(&matmul));
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kMatmul, TORCH_BOX(&matmul));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

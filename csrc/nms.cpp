@@ -16,13 +16,11 @@
 #include <tuple>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
+#include "common/cpu_dtypes.h"
+#include "common/elementwise.h"
+#include "common/simd.h"
 
-#include "cpu_dtypes.h"
-#include "elementwise.h"
-#include "simd.h"
-
-namespace extension_cpp {
+namespace extension_cpp::nms {
 namespace {
 
 using Ranks = std::vector<uint32_t>;
@@ -185,10 +183,9 @@ std::vector<Ranks> by_class(const std::vector<int64_t>& classes) {
 }
 
 // The indices of the kept boxes by descending score.
-Ranks kept(const char* op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
-  const View view(op, "boxes", boxes), view_scores(op, "scores", scores);
-  const std::optional<View> view_idxs = idxs ? std::optional<View>(std::in_place, op, "idxs", *idxs) : std::nullopt;
-  check_inputs(op, view, view_scores, view_idxs ? &*view_idxs : nullptr);
+Ranks kept(const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
+  const Call<3> call(op, {&boxes, &scores, idxs});
+  const auto& [view, view_scores, view_idxs] = call.views;
   const int64_t n = view.sizes[0];
   if (n == 0) return {};
   const Ranks order = visiting_order(view_scores);
@@ -204,7 +201,7 @@ Ranks kept(const char* op, const Tensor& boxes, const Tensor& scores, const Tens
     std::iota(all.begin(), all.end(), 0);
   }
   std::vector<uint8_t> keep(n);
-  dispatch_floating_cpu(view.dtype, [&]<class T>(T) {
+  dispatch(Floating(), op.name(), view.dtype, [&]<class T>(T) {
     using V = typename Compute<T>::type;
     const T* data = static_cast<const T*>(boxes.const_data_ptr());
     const int64_t down = view.strides[0], along = view.strides[1];
@@ -235,18 +232,18 @@ Tensor to_tensor(const Tensor& like, const Ranks& indices, int64_t size) {
 }
 
 Tensor nms(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  const auto indices = kept("nms", boxes, scores, nullptr, iou_threshold);
+  const auto indices = kept(kNms, boxes, scores, nullptr, iou_threshold);
   return to_tensor(boxes, indices, indices.size());
 }
 
 Tensor batched_nms(const Tensor& boxes, const Tensor& scores, const Tensor& idxs, double iou_threshold) {
-  const auto indices = kept("batched_nms", boxes, scores, &idxs, iou_threshold);
+  const auto indices = kept(kBatchedNms, boxes, scores, &idxs, iou_threshold);
   return to_tensor(boxes, indices, indices.size());
 }
 
 std::tuple<Tensor, Tensor> nms_padded(
     const Tensor& boxes, const Tensor& scores, double iou_threshold, const std::optional<Tensor>& idxs) {
-  const auto indices = kept("nms_padded", boxes, scores, idxs ? &*idxs : nullptr, iou_threshold);
+  const auto indices = kept(kNmsPadded, boxes, scores, idxs ? &*idxs : nullptr, iou_threshold);
   Tensor count = torch::stable::new_empty(boxes, {}, torch::headeronly::ScalarType::Long);
   *count.mutable_data_ptr<int64_t>() = indices.size();
   int64_t n;
@@ -256,17 +253,10 @@ std::tuple<Tensor, Tensor> nms_padded(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor");
-  m.def("batched_nms(Tensor boxes, Tensor scores, Tensor idxs, float iou_threshold) -> Tensor");
-  m.def(
-      "nms_padded(Tensor boxes, Tensor scores, float iou_threshold, Tensor? idxs=None) -> (Tensor keep, Tensor count)");
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kNms, TORCH_BOX(&nms));
+  m.add(kBatchedNms, TORCH_BOX(&batched_nms));
+  m.add(kNmsPadded, TORCH_BOX(&nms_padded));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("nms", TORCH_BOX(&nms));
-  m.impl("batched_nms", TORCH_BOX(&batched_nms));
-  m.impl("nms_padded", TORCH_BOX(&nms_padded));
-}
-
-}  // namespace extension_cpp
+}  // namespace extension_cpp::nms

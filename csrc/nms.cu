@@ -19,13 +19,11 @@
 
 #include <tuple>
 
-#include <torch/csrc/stable/library.h>
+#include "common/elementwise.cuh"
+#include "common/launch.cuh"
+#include "common/scan.cuh"
 
-#include "elementwise.cuh"
-#include "launch.cuh"
-#include "scan.cuh"
-
-namespace extension_cpp {
+namespace extension_cpp::nms {
 namespace {
 
 constexpr int kThreads = 256, kSample = 512;
@@ -332,13 +330,13 @@ void select(
 }
 
 Selection select(
-    const char* op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold, bool waits) {
-  const View view(op, "boxes", boxes), view_scores(op, "scores", scores);
-  const std::optional<View> view_idxs = idxs ? std::optional<View>(std::in_place, op, "idxs", *idxs) : std::nullopt;
-  check_inputs(op, view, view_scores, view_idxs ? &*view_idxs : nullptr);
-  Launch launch(op, view);
+    const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold,
+    bool waits) {
+  const Call<3> call(op, {&boxes, &scores, idxs});
+  const View& view = call.views[0];
+  Launch launch(op.name(), view);
   if (waits && launch.is_capturing()) {
-    fail(op, "the size of its result is not known inside a CUDA graph; nms_padded has one that is");
+    fail(op.name(), "the size of its result is not known inside a CUDA graph; nms_padded has one that is");
   }
   const int64_t n = view.sizes[0];
   constexpr auto kLong = torch::headeronly::ScalarType::Long;
@@ -352,9 +350,9 @@ Selection select(
   std::optional<Tensor> wide;
   if (idxs) {
     wide = torch::stable::to(*idxs, kLong);
-    classes = {wide->const_data_ptr<int64_t>(), View(op, "idxs", *wide).strides[0]};
+    classes = {wide->const_data_ptr<int64_t>(), View(op.name(), "idxs", *wide).strides[0]};
   }
-  dispatch_floating_cuda(view.dtype, [&]<class T>(T) {
+  dispatch(Floating(), op.name(), view.dtype, [&]<class T>(T) {
     using V = typename Compute<T>::type;
     select<V, T>(launch, view, order, classes, iou_threshold, out);
   });
@@ -366,25 +364,25 @@ Selection select(
 }
 
 Tensor nms(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  return select("nms", boxes, scores, nullptr, iou_threshold, true).indices;
+  return select(kNms, boxes, scores, nullptr, iou_threshold, true).indices;
 }
 
 Tensor batched_nms(const Tensor& boxes, const Tensor& scores, const Tensor& idxs, double iou_threshold) {
-  return select("batched_nms", boxes, scores, &idxs, iou_threshold, true).indices;
+  return select(kBatchedNms, boxes, scores, &idxs, iou_threshold, true).indices;
 }
 
 std::tuple<Tensor, Tensor> nms_padded(
     const Tensor& boxes, const Tensor& scores, double iou_threshold, const std::optional<Tensor>& idxs) {
-  const Selection out = select("nms_padded", boxes, scores, idxs ? &*idxs : nullptr, iou_threshold, false);
+  const Selection out = select(kNmsPadded, boxes, scores, idxs ? &*idxs : nullptr, iou_threshold, false);
   return {out.indices, out.count};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("nms", TORCH_BOX(&nms));
-  m.impl("batched_nms", TORCH_BOX(&batched_nms));
-  m.impl("nms_padded", TORCH_BOX(&nms_padded));
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kNms, TORCH_BOX(&nms));
+  m.add(kBatchedNms, TORCH_BOX(&batched_nms));
+  m.add(kNmsPadded, TORCH_BOX(&nms_padded));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::nms

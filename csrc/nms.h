@@ -2,7 +2,7 @@
 // IoU with one kept before it is greater than the threshold. batched_nms does it for each class on its own; nms_padded
 // has a result whose size doesn't depend on the values.
 //
-// What nms.cpp and nms.cu share: the checks, the arithmetic of one pair, and which pairs need it.
+// What nms.cpp and nms.cu share: the declarations, the arithmetic of one pair, and which pairs need it.
 #pragma once
 
 #include <algorithm>
@@ -13,28 +13,20 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include "check.h"
+#include "common/dispatch.h"
+#include "common/register.h"
 
-namespace extension_cpp {
+namespace extension_cpp::nms {
 
-constexpr int64_t kMostBoxes = 1 << 30;
-
-inline void check_inputs(const char* op, const View& boxes, const View& scores, const View* idxs) {
-  if (boxes.ndim != 2 || boxes.sizes[1] != 4) fail(op, "boxes must have shape (N, 4), got ", tuple(boxes.sizes));
-  if (boxes.sizes[0] > kMostBoxes) fail(op, "boxes must be at most ", kMostBoxes, ", got ", boxes.sizes[0]);
-  check_floating(op, boxes);
-  const std::array<int64_t, 1> one_each{boxes.sizes[0]};
-  for (const View* t : {&scores, idxs}) {
-    if (t == nullptr) continue;
-    if (t->ndim != 1 || t->sizes[0] != one_each[0]) {
-      fail(op, t->name, " must have shape ", tuple(one_each), ", one for each box, got ", tuple(t->sizes));
-    }
-  }
-  check_real(op, scores);
-  if (idxs != nullptr) check_integer(op, *idxs);
-  check_device(op, scores, boxes);
-  if (idxs != nullptr) check_device(op, *idxs, boxes);
-}
+const Operator kNms(
+    "nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor",
+    "boxes: N 4 where N <= 1073741824; scores: N of real -> ? of int64");
+const Operator kBatchedNms(
+    "batched_nms(Tensor boxes, Tensor scores, Tensor idxs, float iou_threshold) -> Tensor",
+    "boxes: N 4 where N <= 1073741824; scores: N of real; idxs: N of integer -> ? of int64");
+const Operator kNmsPadded(
+    "nms_padded(Tensor boxes, Tensor scores, float iou_threshold, Tensor? idxs=None) -> (Tensor keep, Tensor count)",
+    "boxes: N 4 where N <= 1073741824; scores: N of real; idxs: N of integer -> N of int64, () of int64");
 
 // The indices of a stable sort in descending order. PyTorch's own: it takes every dtype, and says where NaN goes.
 inline Tensor descending(const Tensor& scores) {
@@ -159,4 +151,4 @@ struct Axis {
   }
 };
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::nms

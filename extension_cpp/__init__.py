@@ -11,8 +11,10 @@ from extension_cpp._version import __version__
 
 # `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be
 # imported.
-load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
-"""Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
+load_errors = _loader.load_errors
+"""Why a native library of this package isn't used: library to reason. Empty when all that is there was loaded."""
+if not _loader.is_program():
+    load_errors.update(_loader.load())
 
 __all__ = ["__version__", "jit", "load_errors"]
 

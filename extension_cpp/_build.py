@@ -125,11 +125,15 @@ def write_ninja(
     for name, command in commands.items():
         lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
         lines += [] if name.startswith("link") else ["  depfile = $out.d", "  deps = gcc"]
+    compiled = set()  # Both libraries have what csrc/common/ compiles once.
     for library, sources in libraries.items():
         objects = {f"{prefix}{escaped(Path(source).name)}.o": source for source in sources}
-        compiler = "nvcc" if any(source.endswith(".cu") for source in objects.values()) else "cxx"
-        lines += [f"build {obj}: {compiler} {escaped(source)}" for obj, source in objects.items()]
-        lines += [f"build {prefix}{escaped(library)}: link_{compiler} {' '.join(objects)}"]
+        for obj, source in objects.items():
+            if obj not in compiled:
+                lines.append(f"build {obj}: {'nvcc' if source.endswith('.cu') else 'cxx'} {escaped(source)}")
+                compiled.add(obj)
+        linker = "nvcc" if any(source.endswith(".cu") for source in objects.values()) else "cxx"
+        lines.append(f"build {prefix}{escaped(library)}: link_{linker} {' '.join(objects)}")
     text = "\n".join(lines) + "\n"
     if not file.exists() or file.read_text() != text:
         file.write_text(text)

@@ -21,6 +21,9 @@ MINIMUM_TORCH = (2, 10)
 libraries: dict[str, Path] = {}
 """What was loaded, and from where."""
 
+load_errors: dict[str, str] = {}
+"""Why a native library of this package isn't used: library to reason."""
+
 just_in_time = os.environ.get("EXTENSION_CPP_JIT", "0") not in ("", "0")
 """Whether the sources are compiled and loaded, be there compiled libraries or not."""
 

@@ -126,7 +126,8 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
             raise BuildError(f"there is no compiler {compiler}: install g++ 11 or newer, or set CXX")
         libraries = {f"{name}.so": [str(path) for path in sources if path.suffix == ".cpp"]}
         libraries |= {f"{name}_cuda.so": [str(path) for path in sources if path.suffix == ".cu"]} if nvcc else {}
-        libraries = {library: files for library, files in libraries.items() if files}
+        common = [str(path) for path in sorted((folder / "common").glob("*.cpp"))]
+        libraries = {library: files + common for library, files in libraries.items() if files}
         key = json.dumps(
             [commands, libraries, torch.__version__, torch.version.cuda, [version(c) for c in (compiler, nvcc)]]
         )

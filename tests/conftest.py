@@ -1,10 +1,6 @@
-"""Hypothesis' settings, the stored answers, and a line that says what is being tested."""
+"""Hypothesis' settings, and a line that says what is being tested."""
 
-import json
-import math
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -44,7 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="every kind of check, but in two dtypes and with few examples"
     )
-    parser.addoption("--write-answers", action="store_true", help="store the answers of this run in answers.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,50 +61,3 @@ def pytest_report_header() -> str:
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "no GPU"
     package = extension_cpp
     return f"extension_cpp {package.__version__} from {package.__path__[0]}, torch {torch.__version__}, {gpus}"
-
-
-class Answers:
-    """What every operator answers to its samples, in every dtype, as answers.json has it."""
-
-    FILE = Path(__file__).parent / "answers.json"
-
-    def __init__(self, write: bool) -> None:
-        self.write = write
-        self.stored = json.loads(self.FILE.read_text()) if self.FILE.exists() else {}
-
-    def check(self, op: str, dtype: torch.dtype, device: str, found: list, tolerance: float) -> None:
-        """Compare with what is stored, within a tolerance that is stored too; or store."""
-        name = str(dtype).removeprefix("torch.")
-        if self.write:
-            self.stored.setdefault(op, {})[name] = {"tolerance": tolerance, "samples": found}
-            return
-        assert name in self.stored.get(op, {}), f"answers.json has none of {op}: pytest --write-answers"
-        stored = self.stored[op][name]
-        assert len(found) == len(stored["samples"]), f"{op} has other samples than in answers.json"
-        for i, (results, expected) in enumerate(zip(found, stored["samples"])):
-            for got, want in zip(results, expected, strict=True):
-                where = f"{op} on {device} in {name}, sample {i}"
-                assert got["shape"] == want["shape"], f"{where}: shape {got['shape']}, stored {want['shape']}"
-                for x, y in zip([*got["elements"], got["sum"]], [*want["elements"], want["sum"]], strict=True):
-                    assert self.same(x, y, stored["tolerance"]), f"{where}: {x!r}, stored {y!r}"
-
-    @staticmethod
-    def same(x: float, y: float, tolerance: float) -> bool:
-        return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
-
-    def close(self) -> None:
-        if self.write:
-            lines = [
-                f"{json.dumps(op)}: {{\n"
-                + ",\n".join(f" {json.dumps(d)}: {json.dumps(v)}" for d, v in by.items())
-                + "\n}"
-                for op, by in sorted(self.stored.items())
-            ]
-            self.FILE.write_text("{" + ",\n".join(lines) + "}\n")
-
-
-@pytest.fixture(scope="session")
-def answers(request: pytest.FixtureRequest) -> Iterator[Answers]:
-    answers = Answers(request.config.getoption("write_answers"))
-    yield answers
-    answers.close()

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Operator, same_bits, significant_strides
+from contract import DEVICES, FLOATING, Contract, Case, same_bits, significant_strides
 from hypothesis import given
 from hypothesis import strategies as st
 from test_muladd import available_memory, strided_tensor
 
 import extension_cpp
 from extension_cpp.ops import _backends
-from extension_cpp.ops.add_one import add_one_reference, my_op_reference
 
 
 def singles(device: str, dtype: torch.dtype):
@@ -35,10 +34,8 @@ def wrong_singles(op: str, device: str):
 
 
 class TestAddOne(Contract):
-    op = Operator(
-        name="add_one",
+    op = Case(
         function=extension_cpp.add_one,
-        reference=add_one_reference,
         samples=lambda device, dtype: ((t,) for t in singles(device, dtype)),
         errors=lambda device: (((t,), message) for t, message in list(wrong_singles("add_one", device))[:-1]),
         magnitude=lambda t: t.abs() + 1,
@@ -46,10 +43,8 @@ class TestAddOne(Contract):
 
 
 class TestMyOp(Contract):
-    op = Operator(
-        name="my_op",
+    op = Case(
         function=extension_cpp.my_op,
-        reference=my_op_reference,
         samples=lambda device, dtype: ((t, c) for t, c in zip(singles(device, dtype), [1.5, 0, -2.25] * 4)),
         errors=lambda device: (((t, 2.0), message) for t, message in list(wrong_singles("my_op", device))[:-1]),
     )

@@ -103,7 +103,7 @@ print({"triton", "torch._dynamo"} & (set(sys.modules) - before), torch.cuda.is_i
     def test_triton_has_the_schema_too(self):
         """Inferred from the Python function by triton_op, written in C++ for the operator."""
         use_backend("triton")
-        for name in _backends._makers["triton"]:
+        for name in [n for n, o in _backends.operators.items() if o.triton]:
             kinds = [
                 [(a.name, str(a.type)) for a in overload._schema.arguments]
                 + [str(r.type) for r in overload._schema.returns]
@@ -113,7 +113,7 @@ print({"triton", "torch._dynamo"} & (set(sys.modules) - before), torch.cuda.is_i
 
 
 class TestChoice:
-    @pytest.mark.parametrize("call", [extension_cpp.mymul, OPS.mymul, OPS.mymul.default, OPS.mymul.no_grad])
+    @pytest.mark.parametrize("call", [extension_cpp.mymul, OPS.mymul, OPS.mymul.default, OPS.mymul.kernel])
     def test_every_way_to_call(self, call):
         with use_backend("reference"), Recorder() as recorder:
             call(*two())

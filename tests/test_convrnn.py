@@ -8,14 +8,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Operator, gradients, same_bits
+from contract import DEVICES, FLOATING, Contract, Case, gradients, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
 import extension_cpp
-from extension_cpp.ops.convrnn import _convolved, convrnn_backward_reference, convrnn_forward_reference
+from extension_cpp.ops._operator import reference_of
+from extension_cpp.ops.convrnn import _convolved, convrnn_backward
 
 SIZES = [  # B, T, H, K
     (2, 3, 5, 3),
@@ -33,6 +34,9 @@ SIZES = [  # B, T, H, K
     (1, 2, 300, 257),
 ]
 backward = torch.ops.extension_cpp.convrnn_backward
+convrnn_forward_reference, convrnn_backward_reference = map(
+    reference_of, (extension_cpp.convrnn_forward, convrnn_backward)
+)
 
 
 def inputs(
@@ -87,10 +91,19 @@ def wrong_inputs(device: str):
     yield (x, kernel[0], hidden), f"{op}: kernel must have shape (1, 1, K), got (1, 3)"
     yield (x, kernel.view(1, 3, 1), hidden), f"{op}: kernel must have shape (1, 1, K), got (1, 3, 1)"
     yield (x, kernel.double(), hidden), f"{op}: kernel must have the dtype of x, float32, got float64"
-    yield (x, pad(kernel, (1, 1)), hidden), f"{op}: kernel must have 1 to H elements, got K = 5 and H = 4"
-    yield (x, kernel[:, :, :0], hidden), f"{op}: kernel must have 1 to H elements, got K = 0 and H = 4"
-    yield (x[:, :, :0], kernel, hidden[:, :0]), f"{op}: kernel must have 1 to H elements, got K = 3 and H = 0"
-    wanted = f"{op}: hidden must have shape (2, 4) or (2, 1, 4)"
+    yield (
+        (x, pad(kernel, (1, 1)), hidden),
+        f"{op}: kernel must have shape (1, 1, K) with 1 <= K <= H and H = 4, got (1, 1, 5)",
+    )
+    yield (
+        (x, kernel[:, :, :0], hidden),
+        f"{op}: kernel must have shape (1, 1, K) with 1 <= K <= H and H = 4, got (1, 1, 0)",
+    )
+    yield (
+        (x[:, :, :0], kernel, hidden[:, :0]),
+        f"{op}: kernel must have shape (1, 1, K) with 1 <= K <= H and H = 0, got (1, 1, 3)",
+    )
+    wanted = f"{op}: hidden must have shape (B, H) or (B, 1, H) with B = 2 and H = 4"
     for shape in ((2, 3), (1, 4), (4,), (1, 2, 4), (2, 2, 4)):
         yield (x, kernel, torch.ones(shape, device=device)), f"{wanted}, got {shape}"
     yield (x, kernel, hidden.half()), f"{op}: hidden must have the dtype of x, float32, got float16"
@@ -103,13 +116,19 @@ def wrong_inputs(device: str):
 def wrong_gradients(device: str):
     op = "convrnn_backward"
     grad, kernel, _ = inputs((2, 3, 4, 3), device)
-    yield (grad[0], grad[0], kernel), f"{op}: grad must have shape (B, T + 1, H), got (3, 4)"
-    yield (grad[:, :0], grad[:, :0], kernel), f"{op}: grad must have shape (B, T + 1, H), got (2, 0, 4)"
-    yield (grad, grad[:, 1:], kernel), f"{op}: y must have the shape of grad, (2, 3, 4), got (2, 2, 4)"
+    yield (grad[0], grad[0], kernel), f"{op}: grad must have shape (B, S, H), got (3, 4)"
+    yield (grad[:, :0], grad[:, :0], kernel), f"{op}: grad must have shape (B, S, H) with 1 <= S, got (2, 0, 4)"
+    yield (
+        (grad, grad[:, 1:], kernel),
+        f"{op}: y must have shape (B, S, H) with B = 2 and S = 3 and H = 4, got (2, 2, 4)",
+    )
     yield (grad, grad.half(), kernel), f"{op}: y must have the dtype of grad, float32, got float16"
     yield (grad, grad, kernel.half()), f"{op}: kernel must have the dtype of grad, float32, got float16"
     yield (grad, grad, kernel.view(3)), f"{op}: kernel must have shape (1, 1, K), got (3,)"
-    yield (grad, grad, pad(kernel, (1, 1))), f"{op}: kernel must have 1 to H elements, got K = 5 and H = 4"
+    yield (
+        (grad, grad, pad(kernel, (1, 1))),
+        f"{op}: kernel must have shape (1, 1, K) with 1 <= K <= H and H = 4, got (1, 1, 5)",
+    )
 
 
 def longer(args: tuple, times: int) -> tuple:
@@ -117,10 +136,8 @@ def longer(args: tuple, times: int) -> tuple:
 
 
 class TestConvRNNForward(Contract):
-    op = Operator(
-        name="convrnn_forward",
+    op = Case(
         function=extension_cpp.convrnn_forward,
-        reference=convrnn_forward_reference,
         samples=samples,
         errors=wrong_inputs,
         magnitude=error_bound,
@@ -131,10 +148,8 @@ class TestConvRNNForward(Contract):
 class TestConvRNNBackward(Contract):
     """Not public, but an operator like any other."""
 
-    op = Operator(
-        name="convrnn_backward",
-        function=lambda *args: backward(*args),
-        reference=convrnn_backward_reference,
+    op = Case(
+        function=convrnn_backward,
         samples=backward_samples,
         errors=wrong_gradients,
         magnitude=backward_bound,
@@ -383,7 +398,7 @@ class TestModule:
             (((5,),), r"ConvRNN: input must have shape \(T, B, H\) or \(T, H\), got \(5,\)"),
             (((5, 2, 4), (2, 4)), r"ConvRNN: hx must have shape \(1, 2, 4\), got \(2, 4\)"),
             (((5, 4), (1, 1, 4)), r"ConvRNN: hx must have shape \(1, 4\), got \(1, 1, 4\)"),
-            (((5, 2, 2),), "kernel must have 1 to H elements, got K = 3 and H = 2"),
+            (((5, 2, 2),), r"kernel must have shape \(1, 1, K\) with 1 <= K <= H and H = 2, got"),
         ):
             with pytest.raises(RuntimeError, match=message):
                 layer(*(torch.zeros(shape, device=device) for shape in args))

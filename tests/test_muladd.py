@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Operator, same_bits, significant_strides
+from contract import DEVICES, FLOATING, Contract, Case, same_bits, significant_strides
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import extension_cpp
 from extension_cpp.ops import _backends, muladd
+from extension_cpp.ops._operator import reference_of
 
 SHAPES = [
     ((7,), (7,)),
@@ -57,10 +58,8 @@ def wrong_pairs(op: str, device: str):
 
 
 class TestMyMulAdd(Contract):
-    op = Operator(
-        name="mymuladd",
+    op = Case(
         function=extension_cpp.mymuladd,
-        reference=muladd.mymuladd_reference,
         samples=lambda device, dtype: ((a, b, c) for (a, b), c in zip(pairs(device, dtype), [1.5, 0, -2.25] * 5)),
         errors=lambda device: (((*args, 1.0), message) for args, message in wrong_pairs("mymuladd", device)),
         magnitude=lambda a, b, c: (a * b).abs() + abs(c),
@@ -77,15 +76,13 @@ class TestMyMulAdd(Contract):
     @pytest.mark.parametrize("c", [float("inf"), float("-inf"), float("nan"), 1e300, -1e300, 1e-320, 7, True])
     def test_any_number(self, device, dtype, c):
         a = torch.tensor([0.0, 1.0, -2.0, float("inf")], device=device, dtype=dtype)
-        expected = muladd.mymuladd_reference(a, a.neg(), c)
+        expected = reference_of(extension_cpp.mymuladd)(a, a.neg(), c)
         torch.testing.assert_close(extension_cpp.mymuladd(a, a.neg(), c), expected, equal_nan=True)
 
 
 class TestMyMul(Contract):
-    op = Operator(
-        name="mymul",
+    op = Case(
         function=extension_cpp.mymul,
-        reference=muladd.mymul_reference,
         samples=pairs,
         errors=lambda device: wrong_pairs("mymul", device),
     )
@@ -94,10 +91,8 @@ class TestMyMul(Contract):
 class TestMulBackward(Contract):
     """Not public, but an operator like any other."""
 
-    op = Operator(
-        name="mymul_backward",
-        function=lambda *args: torch.ops.extension_cpp.mymul_backward(*args),
-        reference=muladd.mymul_backward_reference,
+    op = Case(
+        function=muladd.mymul_backward,
         samples=lambda device, dtype: (
             (torch.ones_like(a) / 3, a, b) for a, b in pairs(device, dtype) if a.shape == b.shape
         ),
@@ -133,7 +128,7 @@ def out_errors(device: str):
     yield (base[1:2].expand(4), base[4:8].clone(), base[:4]), f"myadd_out: out must be a {partial}"
     square = torch.ones(4, 4, device=device)
     yield (square.t(), square.clone(), square), f"myadd_out: out must be a {partial}"
-    grad = "must not require a gradient, as writing into out has none; got one that does"
+    grad = "must not require a gradient, as writing has none; got one that does"
     leaf = torch.zeros(2, 3, device=device, requires_grad=True)
     yield (a, a, leaf), f"myadd_out: out {grad}"
     yield (leaf, a, a.clone()), f"myadd_out: a {grad}"
@@ -149,14 +144,10 @@ def out_samples(device: str, dtype: torch.dtype):
 
 
 class TestMyAddOut(Contract):
-    op = Operator(
-        name="myadd_out",
+    op = Case(
         function=extension_cpp.myadd_out,
-        reference=muladd.myadd_out_reference,
         samples=out_samples,
         errors=out_errors,
-        differentiable=False,
-        writes=(2,),
         magnitude=lambda a, b, out: a.abs() + b.abs(),
     )
 
@@ -340,10 +331,10 @@ class TestEverywhere:
         row = torch.randn(n, device=device, dtype=torch.float16) if device == "cuda" else torch.ones(1).half().expand(n)
         got = extension_cpp.mymuladd(row, row[:1], 1.0)
         ends = torch.tensor([0, 1, 2**31 - 1, 2**31, n - 1], device=device)
-        torch.testing.assert_close(got[ends], muladd.mymuladd_reference(row[ends], row[:1], 1.0))
+        torch.testing.assert_close(got[ends], reference_of(extension_cpp.mymuladd)(row[ends], row[:1], 1.0))
         if device == "cuda":
             got = extension_cpp.mymuladd(row, row, 1.0)
-            torch.testing.assert_close(got[ends], muladd.mymuladd_reference(row[ends], row[ends], 1.0))
+            torch.testing.assert_close(got[ends], reference_of(extension_cpp.mymuladd)(row[ends], row[ends], 1.0))
             tall = row[: 2**31].view(2**16, 2**15)
             got = extension_cpp.mymul(tall, tall[:1, :].t().expand(2**15, 2**16).t())
             assert torch.equal(got[-1, -5:], tall[-1, -5:] * tall[0, -5:])

@@ -1,14 +1,15 @@
-"""Which implementation of an operator serves a type of device, and how to choose another.
+"""Which implementation of an operator is used on a type of device, and how to choose another.
 
-An operator `<op>` leads to the implementation that serves, which is settled at import. Once a backend was chosen by
-:class:`use_backend`, there is an overload `<op>.<backend>` too, with the same schema, fake kernel, derivatives and vmap rule:
-``torch.ops.extension_cpp.<op>.reference``. To make those at import would take half of its time. Calls are led to
-them before the dispatcher sees them, which costs nothing where no backend is chosen, while torch.compile traces it as it
-traces any mode.
+An operator `<op>` leads to the implementation that is used, which is settled at import. Once a backend was chosen by
+:class:`use_backend`, there is an overload `<op>.<backend>` too, with the same schema, fake kernel and derivatives:
+``torch.ops.extension_cpp.<op>.reference``. To make those at import would take half of its time. Calls are led to them
+before the dispatcher sees them, which costs nothing where no backend is chosen, while torch.compile traces it as it traces
+any mode.
 """
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
@@ -19,34 +20,28 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-import extension_cpp
+from extension_cpp import _loader
 
 BACKENDS = ("native", "triton", "reference")
 VARIABLE = "EXTENSION_CPP_BACKEND"
 
 chosen = os.environ.get(VARIABLE, "")
-"""What the environment wants to serve; empty for the best there is."""
+"""The backend that the environment asks for; empty for the best there is."""
 interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 """Whether Triton's kernels run in its interpreter, on tensors of the CPU too."""
 
-_native: dict[str, list[str]] = {}
-"""Operator to the types of device that its compiled kernels serve."""
-_makers: dict[str, dict[str, Callable[[], Callable]]] = {backend: {} for backend in BACKENDS}
-"""What makes the overload <op>.<backend>, by backend and operator."""
-_made: set[tuple[str, str]] = set()
-"""Operators and backends whose overload was made."""
+operators: dict[str, Any] = {}
+"""Every operator that was declared (_operator.Operator), by name."""
 _making = threading.RLock()
-functions: dict[str, Callable] = {}
-"""What <op>.triton runs on CUDA, by operator, where that overload was made."""
 _overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
 """What a call leads to, by backend. One dictionary each, so that torch.compile looks at Triton's only once it is filled."""
 
 
 def backends(*device_types: str) -> dict[str, dict[str, str]]:
-    """Which implementation serves each operator on each type of device.
+    """Which implementation of each operator is used on each type of device.
 
     Args:
-        device_types: types to tell beside "cpu", "cuda" and that of this machine's accelerator.
+        device_types: types to tell next to "cpu", "cuda" and that of this machine's accelerator.
 
     Returns:
         Operator name to device type to "native" (compiled C++ or CUDA), "triton" or "reference" (plain PyTorch), as it was
@@ -62,19 +57,20 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     there = ["cpu", "cuda", *([accelerator.type] if accelerator else []), *device_types]
     return {
-        name: {kind: backend for kind in dict.fromkeys(there) if (backend := serving(name, kind))}
-        for name in extension_cpp.ops.__all__
+        name: {device: backend for device in dict.fromkeys(there) if (backend := used(name, device))}
+        for name, operator in sorted(operators.items())
+        if operator.public
     }
 
 
 def implementations(name: str, device_type: str) -> list[str]:
     """The backends that an operator has on a type of device, best first."""
-    found = ["native"] if device_type in _native[name] else []
-    found += ["triton"] if name in _makers["triton"] and device_type in _triton_devices() else []
+    found = ["native"] if device_type in operators[name].native else []
+    found += ["triton"] if operators[name].triton and device_type in _triton_devices() else []
     return [*found, "reference"]
 
 
-def serving(name: str, device_type: str) -> str | None:
+def used(name: str, device_type: str) -> str | None:
     """The backend that a call leads to unless told otherwise; None where the environment wants one that isn't there."""
     found = implementations(name, device_type)
     return found[0] if not chosen else chosen if chosen in found else None
@@ -87,7 +83,7 @@ def _triton_devices() -> tuple[str, ...]:
 
 
 def why_no_triton() -> str:
-    """Why Triton serves no device here; empty if it does."""
+    """Why Triton is used on no device here; empty if it is."""
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     return "" if _triton_devices() else "torch was built without CUDA, and TRITON_INTERPRET=1 is not set"
@@ -100,35 +96,35 @@ def device_type(args: Iterable[Any]) -> str:
 
 def require(name: str, backend: str, args: Iterable[Any]) -> None:
     """Raise unless the operator has that backend where the arguments are."""
-    kind = device_type(args)
-    found = implementations(name, kind)
-    if backend not in found and kind not in ("", "meta"):
-        reason = extension_cpp.load_errors.get(f"_C_{kind}") if backend == "native" else ""
-        if backend == "triton" and name in _makers["triton"]:
+    device = device_type(args)
+    found = implementations(name, device)
+    if backend not in found and device not in ("", "meta"):
+        reason = _loader.load_errors.get(f"_C_{device}") if backend == "native" else ""
+        if backend == "triton" and operators[name].triton:
             reason = why_no_triton()
-        wanted = f"backend must be {' or '.join(found)} on {kind}, got {backend}"
+        wanted = f"backend must be {' or '.join(found)} on {device}, got {backend}"
         raise RuntimeError(f"{name}: {wanted}{f': {reason}' if reason else ''}")
 
 
-def add(name: str, makers: dict[str, Callable[[], Callable]]) -> None:
-    """Enter an operator and what makes its overloads, once its kernels are loaded and before anything else is registered."""
+def add(operator: Any) -> None:
+    """Enter an operator, once its kernels are loaded and before anything else is registered."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    _native[name] = [kind for kind, key in (("cpu", "CPU"), ("cuda", "CUDA")) if has(f"extension_cpp::{name}", key)]
-    for backend, maker in makers.items():
-        _makers[backend][name] = maker
+    found = [device for device in ("cpu", "cuda") if has(operator.qualified, device.upper())]
+    operator.native = found
+    name = operator.name
+    operators[name] = operator
 
     def no_triton(*args: Any, **kwargs: Any) -> Any:
         require(name, "triton", (*args, *kwargs.values()))
 
-    _lead_to(name, "triton", no_triton)
+    _lead_to(operator, "triton", no_triton)
 
 
-def _lead_to(name: str, backend: str, overload: Callable) -> None:
+def _lead_to(operator: Any, backend: str, overload: Callable) -> None:
     """Let calls of an operator lead to this while `backend` is chosen."""
-    packet = getattr(torch.ops.extension_cpp, name)
-    _overloads[backend][packet.default] = overload
-    if "no_grad" in packet.overloads():
-        _overloads[backend][packet.no_grad] = overload
+    for name in operator.packet.overloads():
+        if name not in BACKENDS:
+            _overloads[backend][getattr(operator.packet, name)] = overload
 
 
 def _prepare(backend: str) -> str:
@@ -137,17 +133,18 @@ def _prepare(backend: str) -> str:
         return f"backend must be native, triton or reference, got {backend!r}"
     if backend == "triton" and (reason := why_no_triton()):
         return f"backend must be native or reference, got 'triton': {reason}"
-    for name in _makers[backend]:
-        _make(name, backend)
+    for operator in operators.values():
+        if backend != "triton" or operator.triton:
+            make(operator, backend)
     return ""
 
 
-def _make(name: str, backend: str) -> None:
-    """Make an overload unless it was made."""
+def make(operator: Any, backend: str) -> None:
+    """Make an operator's overload for a backend unless it was made."""
     with _making:
-        if (name, backend) not in _made:
-            _lead_to(name, backend, _makers[backend][name]())
-            _made.add((name, backend))
+        if backend not in operator.made:
+            _lead_to(operator, backend, operator.make_overload(backend))
+            operator.made.add(backend)
 
 
 # Run while torch.compile traces, not traced itself. What torch.compiler.assume_constant_result does, without its import of
@@ -155,15 +152,8 @@ def _make(name: str, backend: str) -> None:
 _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def triton_function(name: str) -> Callable:
-    """What <op>.triton runs on CUDA; makes that overload if it wasn't yet."""
-    if name not in functions:
-        _make(name, "triton")
-    return functions[name]
-
-
 class use_backend(TorchFunctionMode):
-    """Lets one implementation of every operator serve, to test it or to find a fault.
+    """Uses one implementation of every operator, to test it or to find a fault.
 
     Args:
         backend: "native", the compiled kernels; "triton"; or "reference", plain PyTorch.
@@ -197,6 +187,32 @@ class use_backend(TorchFunctionMode):
         if overload in table:
             func = table[overload]
         return func(*args, **(kwargs or {}))
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_once(op: str, device_type: str, backend: str) -> None:
+    """Once a process where a whole library isn't used; once an operator where a device type has no library."""
+    reason = _loader.load_errors.get(f"_C_{device_type}")
+    if reason is None and backend == "triton":
+        return  # It was never meant to be another.
+    key = ("" if reason else op, device_type)
+    if key in _warned:
+        return
+    _warned.add(key)
+    if reason is None:
+        said = f"{op}: runs its slower PyTorch reference on {device_type}"
+        reason = "extension_cpp has no kernel for this device type"
+        if operators[op].triton and device_type == "cuda":
+            reason = why_no_triton()
+    elif backend == "triton":
+        others = "as do all other operators that can; those that can't run their slower PyTorch reference"
+        said = f"extension_cpp: {op} runs in Triton on {device_type}, {others}"
+    else:
+        others = "operators" if why_no_triton() else "operators that can't run in Triton"
+        said = f"extension_cpp: {op} and all other {others} run their slower PyTorch reference on {device_type}"
+    warnings.warn(f"{said}: {reason}", stacklevel=4)
 
 
 if chosen and (wrong := _prepare(chosen)):

@@ -3,15 +3,39 @@
 import torch
 from torch import Tensor
 
-from extension_cpp.ops import _check
-from extension_cpp.ops._register import register
+from extension_cpp.ops._operator import operator
 
 __all__ = ["batched_nms", "nms", "nms_padded"]
 
-_ops = torch.ops.extension_cpp
-_nms, _batched_nms, _nms_padded = _ops.nms.default, _ops.batched_nms.default, _ops.nms_padded.default
+
+def _suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """The greedy method as it stands: a step for each box that is kept."""
+    boxes = boxes.to(torch.promote_types(boxes.dtype, torch.float32))
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    rest = scores.sort(stable=True, descending=True).indices
+    keep = [rest[:0]]
+    while rest.numel():
+        first, rest = rest[:1], rest[1:]
+        keep.append(first)
+        low = torch.maximum(boxes[first, :2], boxes[rest, :2])
+        high = torch.minimum(boxes[first, 2:], boxes[rest, 2:])
+        width, height = (high - low).clamp(min=0).unbind(1)
+        inter = width * height
+        iou = inter / (areas[first] + areas[rest] - inter)
+        rest = rest[~(iou.double() > iou_threshold)]
+    return torch.cat(keep)
 
 
+def _suppress_by_class(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
+    keep = torch.zeros_like(idxs, dtype=torch.bool)
+    for value in idxs.unique():
+        members = (idxs == value).nonzero().squeeze(1)
+        keep[members[_suppress(boxes[members], scores[members], iou_threshold)]] = True
+    order = scores.sort(stable=True, descending=True).indices
+    return order[keep[order]]
+
+
+@operator(differentiable=False, autocast="float32")
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     r"""Greedy non-maximum suppression: the boxes that no box of a higher score overlaps too much.
 
@@ -36,7 +60,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     torchvision on CUDA fuses products with sums, rounds the threshold to float32, and some of float16 to float16; where an
     IoU is within such a rounding of the threshold, it may differ.
 
-    Not differentiable: while gradients are recorded, no argument may require one.
+    Not differentiable: indices have no gradient. `boxes` and `scores` may require one.
 
     The size of the result depends on the values, so on CUDA a call waits for the device, once; in a CUDA graph use
     :func:`nms_padded`. ``torch.compile(fullgraph=True)`` takes such a function where
@@ -52,10 +76,10 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
         >>> extension_cpp.nms(boxes, torch.tensor([0.8, 0.9, 0.7]), 0.5)
         tensor([1, 2])
     """
-    _check_no_grad("nms", boxes, scores)
-    return _nms(boxes, scores, iou_threshold)
+    return _suppress(boxes, scores, iou_threshold)
 
 
+@operator(differentiable=False, autocast="float32")
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
     r"""Non-maximum suppression of each class on its own.
 
@@ -79,10 +103,10 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
         >>> extension_cpp.batched_nms(boxes, torch.tensor([0.8, 0.9, 0.7]), torch.tensor([0, 0, 1]), 0.5)
         tensor([1, 2])
     """
-    _check_no_grad("batched_nms", boxes, scores)
-    return _batched_nms(boxes, scores, idxs, iou_threshold)
+    return _suppress_by_class(boxes, scores, idxs, iou_threshold)
 
 
+@operator(differentiable=False, autocast="float32")
 def nms_padded(
     boxes: Tensor, scores: Tensor, iou_threshold: float, idxs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -106,105 +130,7 @@ def nms_padded(
         >>> extension_cpp.nms_padded(boxes, torch.tensor([0.8, 0.9, 0.7]), 0.5)
         (tensor([ 1,  2, -1]), tensor(2))
     """
-    _check_no_grad("nms_padded", boxes, scores)
-    return _nms_padded(boxes, scores, iou_threshold, idxs)
-
-
-def _check_no_grad(op: str, boxes: Tensor, scores: Tensor) -> None:
-    if torch.is_grad_enabled():
-        for name, t in (("boxes", boxes), ("scores", scores)):
-            if isinstance(t, Tensor) and t.requires_grad:
-                _check.fail(
-                    op, f"{name} must not require a gradient, as indices have none; got one that does: detach it"
-                )
-
-
-# References: plain PyTorch, which the tests and benchmarks compare with, and which serves devices without a kernel.
-
-
-def nms_reference(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """What :func:`nms` computes, in PyTorch's own operators: a step for each kept box."""
-    boxes = boxes.to(torch.promote_types(boxes.dtype, torch.float32))
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    rest = scores.sort(stable=True, descending=True).indices
-    keep = [rest[:0]]
-    while rest.numel():
-        first, rest = rest[:1], rest[1:]
-        keep.append(first)
-        low = torch.maximum(boxes[first, :2], boxes[rest, :2])
-        high = torch.minimum(boxes[first, 2:], boxes[rest, 2:])
-        width, height = (high - low).clamp(min=0).unbind(1)
-        inter = width * height
-        iou = inter / (areas[first] + areas[rest] - inter)
-        rest = rest[~(iou.double() > iou_threshold)]
-    return torch.cat(keep)
-
-
-def batched_nms_reference(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    """What :func:`batched_nms` computes: a loop over the classes."""
-    keep = torch.zeros_like(idxs, dtype=torch.bool)
-    for value in idxs.unique():
-        members = (idxs == value).nonzero().squeeze(1)
-        keep[members[nms_reference(boxes[members], scores[members], iou_threshold)]] = True
-    order = scores.sort(stable=True, descending=True).indices
-    return order[keep[order]]
-
-
-def nms_padded_reference(
-    boxes: Tensor, scores: Tensor, iou_threshold: float, idxs: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What :func:`nms_padded` computes, from the references of the others."""
-    if idxs is None:
-        keep = nms_reference(boxes, scores, iou_threshold)
-    else:
-        keep = batched_nms_reference(boxes, scores, idxs, iou_threshold)
+    classes = torch.zeros_like(scores, dtype=torch.int64) if idxs is None else idxs
+    keep = _suppress_by_class(boxes, scores, classes, iou_threshold)
     count = torch.tensor(keep.numel(), device=boxes.device)
     return torch.cat([keep, keep.new_full((boxes.shape[0] - keep.numel(),), -1)]), count
-
-
-# Checks and fake kernels.
-
-
-def _check_inputs(op: str, boxes: Tensor, scores: Tensor, idxs: Tensor | None = None) -> None:
-    _check.check_strided(op, "boxes", boxes)
-    if boxes.dim() != 2 or boxes.shape[1] != 4:
-        _check.fail(op, f"boxes must have shape (N, 4), got {tuple(boxes.shape)}")
-    _check.check_floating(op, "boxes", boxes)
-    others = (("scores", scores), ("idxs", idxs)) if idxs is not None else (("scores", scores),)
-    for name, t in others:
-        _check.check_strided(op, name, t)
-        if t.dim() != 1 or t.shape[0] != boxes.shape[0]:
-            wanted = f"shape {tuple(boxes.shape[:1])}, one for each box"
-            _check.fail(op, f"{name} must have {wanted}, got {tuple(t.shape)}")
-    _check.check_real(op, "scores", scores)
-    if idxs is not None:
-        _check.check_integer(op, "idxs", idxs)
-    for name, t in others:
-        _check.check_device(op, name, t, "boxes", boxes)
-
-
-def _check_batched(op: str, boxes: Tensor, scores: Tensor, idxs: Tensor) -> None:
-    _check.check_strided(op, "idxs", idxs)
-    _check_inputs(op, boxes, scores, idxs)
-
-
-def _nms_fake(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    _check_inputs("nms", boxes, scores)
-    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
-
-
-def _batched_nms_fake(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    _check_batched("batched_nms", boxes, scores, idxs)
-    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
-
-
-def _nms_padded_fake(
-    boxes: Tensor, scores: Tensor, iou_threshold: float, idxs: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _check_inputs("nms_padded", boxes, scores, idxs)
-    return boxes.new_empty(boxes.shape[0], dtype=torch.int64), boxes.new_empty((), dtype=torch.int64)
-
-
-register("nms", fake=_nms_fake, reference=nms_reference, check=_check_inputs)
-register("batched_nms", fake=_batched_nms_fake, reference=batched_nms_reference, check=_check_batched)
-register("nms_padded", fake=_nms_padded_fake, reference=nms_padded_reference, check=_check_inputs)

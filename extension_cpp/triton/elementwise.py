@@ -1,11 +1,19 @@
-"""What elementwise operators in Triton share: which elements meet, rounding, and the launch.
+"""Elementwise operators in Triton: a formula of scalars is all that an author writes.
 
-A kernel is one loop over the result, in the order in which that lies in memory, with up to three dimensions once those that
-lie behind one another in every operand are merged. Operands that need more are copied first.
+    @elementwise
+    @triton.jit
+    def my_op(input, scalar_arg):
+        return input * scalar_arg
+
+The formula has the operator's name and takes arguments of its schema, by their names: tensors in float32, or float64 for
+float64, and numbers in the same. Several results are a tuple.
+
+The kernel that is made of it is one loop over the result, in the order in which that lies in memory, with up to three
+dimensions once those that lie behind one another in every operand are merged. Operands that need more are copied first.
 """
 
+import linecache
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from extension_cpp.ops import _backends, _check
+from extension_cpp.ops import _backends, _signature
 
 # What autotuning chooses from, once for each dtype, number of dimensions and kind of size; Triton's cache on disk keeps it.
 CONFIGS = [
@@ -27,10 +35,36 @@ MAX_INT = 2**31 - 1
 
 
 class Kernel:
-    """A kernel for :func:`launch`, and what was chosen for it."""
+    """The kernel of a formula, and what was chosen for it."""
 
-    def __init__(self, function: Callable) -> None:
-        self.plain = triton.jit(function, do_not_specialize=["high", "low"])
+    def __init__(self, name: str, formula: Any, tensors: list[str], numbers: list[str], results: int) -> None:
+        self.tensors, self.numbers, self.results = tensors, numbers, results
+        halves = [f"{number}_{half}" for number in numbers for half in ("high", "low")]
+        parameters = [f"out{i}" for i in range(results)] + tensors + halves + ["n30", "rest", "size0", "size1"]
+        parameters += [f"{tensor}_stride{d}" for tensor in tensors for d in range(MAX_DIMS)]
+        constants = [f"{constant}: tl.constexpr" for constant in ("DIMS", "MANY", "WIDE", "BLOCK")]
+        given = {tensor: f"widen({tensor}_value)" for tensor in tensors}
+        given |= {number: f"number({number}_high, {number}_low).to(wide.dtype)" for number in numbers}
+        lines = [
+            f"def {name}_kernel({', '.join(parameters + constants)}):",
+            "    at = positions(BLOCK, WIDE)",
+            "    inside = at < elements(n30, rest, WIDE)",
+        ]
+        for tensor in tensors:
+            strides = ", ".join(f"{tensor}_stride{d}" for d in range(MAX_DIMS))
+            lines.append(f"    {tensor}_value = tl.load({tensor} + offsets(at, size0, size1, {strides}, DIMS), inside)")
+        values = [f"value{i}" for i in range(results)]
+        lines.append(f"    wide = widen({tensors[0]}_value)")
+        lines.append(f"    {', '.join(values)} = {name}_formula({', '.join(given[a] for a in formula.arg_names)})")
+        lines += [f"    tl.store(out{i} + at, value{i}.to({tensors[0]}_value.dtype), inside)" for i in range(results)]
+        source = "\n".join(lines) + "\n"
+        file = f"<{name}_kernel of extension_cpp.triton>"
+        linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
+        scope = {**globals(), f"{name}_formula": formula}
+        if _backends.interpreted:  # Which wants to see triton.language next to each function.
+            formula.fn.__globals__.setdefault("tl", tl)
+        exec(compile(source, file, "exec"), scope)
+        self.plain = triton.jit(scope[f"{name}_kernel"], do_not_specialize=halves)
         configs = CONFIGS[:1] if _backends.interpreted else CONFIGS  # The interpreter has nothing to measure.
         keep = {} if _backends.interpreted else {"cache_results": True}
         self.tuned = triton.autotune(configs, key=["DIMS", "MANY"], **keep)(self.plain)
@@ -129,6 +163,45 @@ def fold(out: Tensor, inputs: tuple[Tensor, ...]) -> list[tuple[int, list[int]]]
     return dims or [(1, [1] * len(inputs))]
 
 
+class elementwise:
+    """What <op>.triton runs: the kernel of the formula whose tensors are given, of several for optional arguments."""
+
+    def __init__(self, *formulas: Any, op: str = "") -> None:
+        self.formulas = formulas
+        self.name = op or formulas[0].fn.__name__
+        self.kernels: list[Kernel] = []
+
+    def prepare(self) -> None:
+        operator = _backends.operators[self.name]
+        self.operator, self.positions = operator, {name: i for i, name in enumerate(operator.names)}
+        kernels = []
+        for formula in sorted(self.formulas, key=lambda formula: -len(formula.arg_names)):
+            tensors = [name for name in formula.arg_names if self.positions[name] in operator.tensors]
+            numbers = [name for name in formula.arg_names if name not in tensors]
+            kernels.append(Kernel(formula.fn.__name__, formula, tensors, numbers, len(operator.schema.returns) or 1))
+        self.kernels = kernels
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.kernels:
+            self.prepare()
+        args = self.operator.all_arguments(args)
+        at = self.positions
+        kernel = next(k for k in self.kernels if all(args[at[name]] is not None for name in k.tensors))
+        inputs = tuple(args[at[name]] for name in kernel.tensors)
+        numbers = [half for name in kernel.numbers for half in bits_of(args[at[name]])]
+        written = self.operator.written
+        if kernel.results == 1 and not written and (out := plain(*inputs)) is not None:
+            return launch_plain(kernel, out, inputs, *numbers)
+        outs = self.operator.fake(*args)
+        if written:  # Not into it itself: autotuning runs a kernel more than once.
+            outs = _signature.empty_elementwise(*inputs, dtype=inputs[0].dtype)
+        results = launch(kernel, (outs,) if isinstance(outs, Tensor) else outs, inputs, *numbers)
+        if written:
+            args[written[0]].copy_(results[0])
+            return None
+        return _signature.Signature.pack_results(list(results))
+
+
 def plain(*inputs: Tensor) -> Tensor | None:
     """Memory for the result of inputs that all checks would pass and whose elements lie alike; else None. In few steps, as
     the checks one by one take longer than a launch.
@@ -142,7 +215,7 @@ def plain(*inputs: Tensor) -> Tensor | None:
             return None
         if t.device != device or not t.is_contiguous():
             return None
-    return torch.empty(shape, dtype=dtype, device=device) if dtype in _check.FLOATING and len(shape) <= 64 else None
+    return torch.empty(shape, dtype=dtype, device=device) if dtype in _signature.FLOATING and len(shape) <= 64 else None
 
 
 def launch_plain(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: int) -> Tensor:
@@ -155,11 +228,12 @@ def launch_plain(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbe
     return out
 
 
-def launch(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: int) -> Tensor:
-    """kernel(out, *inputs, *numbers, n, sizes, strides of each input), a program a block of `out`, on its device."""
+def launch(kernel: Kernel, outs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], *numbers: int) -> tuple[Tensor, ...]:
+    """kernel(*outs, *inputs, *numbers, n, sizes, strides of each input), a program a block of the results."""
+    out = outs[0]
     n = out.numel()
     if n == 0:
-        return out
+        return outs
     inputs = tuple(t if t.shape == out.shape else t.expand(out.shape) for t in inputs)
     dims = fold(out, inputs)
     beyond = len(dims) > 1 and max(max(size, *strides) for size, strides in dims) > MAX_INT
@@ -172,12 +246,12 @@ def launch(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: in
     # In one dimension its size isn't needed.
     sizes = [size for size, _ in dims[:-1]] if constants["DIMS"] > 1 else [1, 1]
     strides = [strides[i] for i in range(len(inputs)) for _, strides in dims]
-    arguments = (out, *inputs, *numbers, n // 2**30, n % 2**30, *sizes, *strides)
+    arguments = (*outs, *inputs, *numbers, n // 2**30, n % 2**30, *sizes, *strides)
     if type(out) is Tensor:
         _start(kernel, n, arguments, constants)
     else:
         kernel.trace(n, wrap_triton(kernel.tuned), arguments, constants)
-    return out
+    return outs
 
 
 def _start(kernel: Kernel, n: int, arguments: tuple, constants: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@
 // have tiles as large as registers allow, and step through memory with pointers that were worked out before.
 #pragma once
 
-#include "matmul.cuh"
+#include "product.cuh"
 
-namespace extension_cpp {
+namespace extension_cpp::matmul {
 
 // A tile of kM by kN, of which a thread has kRows by kColumns, in steps of kK; a multiprocessor holds kBlocks of them.
 template <class V, int kM_, int kN_, int kK_, int kRows_, int kColumns_, int kStages_, int kBlocks_>
@@ -274,4 +274,4 @@ __global__ void __launch_bounds__(S::kThreads, std::min(S::kBlocks, kMostBlocks)
   if constexpr (sizeof(T) > 2 || !has_mma<T>(kArchitecture)) multiply_simt<S, kA, kB>(product, tiling);
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

@@ -1,9 +1,9 @@
 // What runs before and after a product: copies of factors to where a kernel can read them, and sums of its parts.
 #pragma once
 
-#include "matmul.cuh"
+#include "product.cuh"
 
-namespace extension_cpp {
+namespace extension_cpp::matmul {
 
 constexpr int kCopyThreads = 256;
 
@@ -71,4 +71,4 @@ static __global__ void transpose_kernel(Factor<float> factor, int64_t rows, int6
   }
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

@@ -1,4 +1,4 @@
-// Runs an elementwise operator on CUDA. The operator is a functor as in elementwise_cpu.h.
+// Runs an elementwise operator on CUDA.
 //
 // Such an operator is bound by memory: what counts is that accesses are wide and coalesced, and that little is computed
 // for each. linear_kernel serves contiguous operands, row_kernel strided and broadcast ones, tile_kernel those of which
@@ -8,18 +8,21 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include "elementwise.h"
 #include "launch.cuh"
+#include "loop.h"
 
 namespace extension_cpp {
 
-template <class F>
-void dispatch_floating_cuda(int32_t dtype, F f) {
-  if (dtype == dtypes::kFloat32) return f(float{});
-  if (dtype == dtypes::kBFloat16) return f(torch::headeronly::BFloat16{});
-  if (dtype == dtypes::kFloat16) return f(torch::headeronly::Half{});
-  f(double{});
+template <>
+inline int32_t dtype_of<torch::headeronly::Half>() {
+  return dtypes::kFloat16;
 }
+template <>
+inline int32_t dtype_of<torch::headeronly::BFloat16>() {
+  return dtypes::kBFloat16;
+}
+
+using Floating = Types<float, torch::headeronly::BFloat16, torch::headeronly::Half, double>;
 
 namespace detail {
 
@@ -323,16 +326,15 @@ void run(Launch& launch, const Loop<kOut + kIn>& loop, const Pointers<T, kOut + 
 
 }  // namespace detail
 
-struct Cuda {
-  template <size_t kOut, size_t kIn, class Op>
-  static void run(
-      const char* name, const View& first, const Loop<kOut + kIn>& loop,
-      const std::array<const Tensor*, kOut + kIn>& operands, const Op& op) {
-    if (loop.numel == 0) return;
-    Launch launch(name, first);
-    dispatch_floating_cuda(
-        first.dtype, [&]<class T>(T) { detail::run<kOut, kIn, T>(launch, loop, pointers<T, kOut>(operands), op); });
-  }
-};
+template <class Kernels, size_t kOut, size_t kIn, class Op>
+void run_elementwise(
+    const char* name, const View& first, const Loop<kOut + kIn>& loop,
+    const std::array<const Tensor*, kOut + kIn>& operands, const Op& op) {
+  if (loop.numel == 0) return;
+  Launch launch(name, first);
+  dispatch(Kernels(), name, first.dtype, [&]<class T>(T) {
+    detail::run<kOut, kIn, T>(launch, loop, pointers<T, kOut>(operands), op);
+  });
+}
 
 }  // namespace extension_cpp

@@ -8,10 +8,10 @@
 // `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn.
 #pragma once
 
-#include "matmul.cuh"
-#include "matmul_wgmma.cuh"
+#include "product.cuh"
+#include "wgmma.cuh"
 
-namespace extension_cpp::hopper {
+namespace extension_cpp::matmul::hopper {
 
 constexpr int kWarpgroup = 128, kStep = 64, kRow = 2 * kStep;  // A row of a stage is kStep halves.
 
@@ -280,4 +280,4 @@ bool reads(const Factor<T>& factor, int64_t rows, int64_t k) {
   return factor.inner == 1 ? is_stride(factor.outer, k) : factor.outer == 1 && is_stride(factor.inner, rows);
 }
 
-}  // namespace extension_cpp::hopper
+}  // namespace extension_cpp::matmul::hopper

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "matmul.cuh"
+#include "product.cuh"
 
-namespace extension_cpp {
+namespace extension_cpp::matmul {
 
 // A kernel's tile and what a multiprocessor does with it.
 struct TileModel {
@@ -54,4 +54,4 @@ Plan plan(const TileModel (&shapes)[kCount], int64_t m, int64_t n, int64_t k, in
   return best;
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#include "check.h"
+#include "dispatch.h"
 #include "simd.h"
 
 namespace extension_cpp {
@@ -20,6 +20,16 @@ struct float16 {
 struct bfloat16 {
   uint16_t bits;
 };
+template <>
+inline int32_t dtype_of<float16>() {
+  return dtypes::kFloat16;
+}
+template <>
+inline int32_t dtype_of<bfloat16>() {
+  return dtypes::kBFloat16;
+}
+
+using Floating = Types<float, bfloat16, float16, double>;
 
 namespace detail {
 
@@ -31,10 +41,9 @@ inline uint32_t select(bool condition, uint32_t x, uint32_t y) {
 
 }  // namespace detail
 
-inline float load(float x) {
-  return x;
-}
-inline double load(double x) {
+template <class T>
+  requires std::is_arithmetic_v<T>
+inline T load(T x) {
   return x;
 }
 
@@ -50,10 +59,9 @@ inline float load(float16 x) {
   return std::bit_cast<float>(sign | finite | detail::select(magnitude >= 0x7c00, 0x7f800000, 0));
 }
 
-inline void store(float& to, float value) {
-  to = value;
-}
-inline void store(double& to, double value) {
+template <class T>
+  requires std::is_arithmetic_v<T>
+inline void store(T& to, T value) {
   to = value;
 }
 
@@ -128,14 +136,5 @@ inline void store(float16* to, const float* from, int64_t n) {
 }
 
 #endif
-
-// Calls f with a value of the CPU type of a checked dtype: f(float16{}), f(bfloat16{}), f(float{}) or f(double{}).
-template <class F>
-void dispatch_floating_cpu(int32_t dtype, F f) {
-  if (dtype == dtypes::kFloat32) return f(float{});
-  if (dtype == dtypes::kBFloat16) return f(bfloat16{});
-  if (dtype == dtypes::kFloat16) return f(float16{});
-  f(double{});
-}
 
 }  // namespace extension_cpp

@@ -1,15 +1,10 @@
 // Runs an elementwise operator on the CPU: in parallel above a grain, and with the widest vectors that the machine has.
-//
-// An operator is a functor that maps the values of the inputs to those of the outputs, in float32 for float16, bfloat16
-// and float32, in float64 for float64:
-//
-//   struct Add { template <class V> void operator()(const V (&in)[2], V (&out)[1]) const { out[0] = in[0] + in[1]; } };
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include "cpu_dtypes.h"
-#include "elementwise.h"
+#include "loop.h"
 #include "simd.h"
 
 namespace extension_cpp {
@@ -173,15 +168,14 @@ void run(const Loop<kOut + kIn>& loop, const Pointers<T, kOut + kIn>& data, cons
 
 }  // namespace detail
 
-struct Cpu {
-  template <size_t kOut, size_t kIn, class Op>
-  static void run(
-      const char*, const View& first, const Loop<kOut + kIn>& loop,
-      const std::array<const Tensor*, kOut + kIn>& operands, const Op& op) {
-    if (loop.numel == 0) return;
-    dispatch_floating_cpu(
-        first.dtype, [&]<class T>(T) { detail::run<kOut, kIn, T>(loop, pointers<T, kOut>(operands), op); });
-  }
-};
+template <class Kernels, size_t kOut, size_t kIn, class Op>
+void run_elementwise(
+    const char* name, const View& first, const Loop<kOut + kIn>& loop,
+    const std::array<const Tensor*, kOut + kIn>& operands, const Op& op) {
+  if (loop.numel == 0) return;
+  dispatch(Kernels(), name, first.dtype, [&]<class T>(T) {
+    detail::run<kOut, kIn, T>(loop, pointers<T, kOut>(operands), op);
+  });
+}
 
 }  // namespace extension_cpp

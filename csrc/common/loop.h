@@ -1,4 +1,4 @@
-// The loop of an elementwise operator: which elements of its tensors meet, and in what order to visit them.
+// The loop of an elementwise operator: which elements of its tensors meet, and in what order they are visited.
 //
 // Shapes broadcast by PyTorch's rules. An output that the operator allocates gets the strides that PyTorch's own
 // TensorIterator would give it (two channels_last inputs make a channels_last output), and dimensions that lie behind
@@ -8,24 +8,15 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 #include <utility>
 
-#include "check.h"
+#include "dispatch.h"
 #include "huge_pages.h"
 
 namespace extension_cpp {
 
 constexpr int kMaxDims = 64;
-
-// What an operator computes in.
-template <class T>
-struct Compute {
-  using type = float;
-};
-template <>
-struct Compute<double> {
-  using type = double;
-};
 
 // N operands, outputs first. Dimension 0 varies fastest; strides count elements; a broadcast dimension has stride 0.
 template <int N>
@@ -52,13 +43,10 @@ struct Shape {
   int64_t operator[](size_t i) const { return dims[i]; }
 };
 
-template <size_t kIn>
-Shape broadcast_shapes(const char* op, const std::array<View, kIn>& tensors) {
+// Of tensors with at most kMaxDims dimensions.
+inline Shape broadcast_shapes(const char* op, std::span<const View> tensors) {
   Shape shape;
-  for (const View& t : tensors) {
-    if (t.ndim > kMaxDims) fail(op, t.name, " must have at most ", kMaxDims, " dimensions, got ", t.ndim);
-    shape.ndim = std::max<int>(shape.ndim, t.ndim);
-  }
+  for (const View& t : tensors) shape.ndim = std::max<int>(shape.ndim, t.ndim);
   std::fill_n(shape.dims, shape.ndim, 1);
   for (const View& t : tensors) {
     for (int64_t i = 0; i < t.ndim; ++i) {
@@ -121,10 +109,12 @@ inline void expand_strides(const View& t, const Shape& shape, int64_t* strides) 
 
 }  // namespace detail
 
-inline Tensor empty_strided_like(const View& like, const int64_t* sizes, const int64_t* strides, int64_t ndim) {
+// On the device of `like`, and of its dtype unless another is given.
+inline Tensor empty_strided(
+    const View& like, int32_t dtype, const int64_t* sizes, const int64_t* strides, int64_t ndim) {
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(ndim, sizes, strides, like.dtype, like.device_type, like.device_index, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      ndim, sizes, strides, dtype < 0 ? like.dtype : dtype, like.device_type, like.device_index, &handle));
   return Tensor(handle);
 }
 
@@ -200,7 +190,7 @@ std::array<Tensor, kOut> allocate_outputs(const char* op, const std::array<View,
   }
   const auto outputs = [&]<size_t... I>(std::index_sequence<I...>) {
     return std::array<Tensor, kOut>{
-        (static_cast<void>(I), empty_strided_like(first, shape.dims, strides[I], shape.ndim))...};
+        (static_cast<void>(I), empty_strided(first, -1, shape.dims, strides[I], shape.ndim))...};
   }(std::make_index_sequence<kOut>());
   if (first.device_type == aoti_torch_device_type_cpu()) {
     for (const Tensor& out : outputs) ask_for_huge_pages(out);

@@ -6,10 +6,23 @@
 
 #include <cstring>
 
-#include "launch.cuh"
-#include "matmul.h"
+#include "../common/launch.cuh"
+#include "../matmul.h"
 
 namespace extension_cpp {
+
+template <>
+inline int32_t dtype_of<__half>() {
+  return dtypes::kFloat16;
+}
+template <>
+inline int32_t dtype_of<__nv_bfloat16>() {
+  return dtypes::kBFloat16;
+}
+
+}  // namespace extension_cpp
+
+namespace extension_cpp::matmul {
 
 // A product to compute: m by n sums over k. Of a and b, rows_a and rows_b rows may be read: more than m and n of a copy
 // that is padded with zeros. Element (i, j) of the result is at c[i * c_outer + j * c_inner]. Where
@@ -205,4 +218,4 @@ __device__ __forceinline__ void pipeline(int count, const Load& load, const Comp
   }
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

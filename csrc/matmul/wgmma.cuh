@@ -14,7 +14,7 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-namespace extension_cpp::hopper {
+namespace extension_cpp::matmul::hopper {
 
 __device__ inline void init_barrier(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -149,6 +149,6 @@ __device__ __forceinline__ void pin(float (&sums)[kSize]) {
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-}  // namespace extension_cpp::hopper
+}  // namespace extension_cpp::matmul::hopper
 
 #endif

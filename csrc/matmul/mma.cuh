@@ -7,9 +7,9 @@
 // ldmatrix reads at a time lie in different banks.
 #pragma once
 
-#include "matmul.cuh"
+#include "product.cuh"
 
-namespace extension_cpp {
+namespace extension_cpp::matmul {
 
 template <class T>
 struct Mma {
@@ -198,4 +198,4 @@ __global__ void __launch_bounds__(Mma<T>::kThreads, 2) mma_kernel(Product<T, flo
   }
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::matmul

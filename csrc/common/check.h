@@ -1,6 +1,5 @@
-// The wording of errors: operator, argument, what was expected, what came. The fake kernels in Python use the same
-// words (extension_cpp/ops/_check.py), so that an error reads alike whether it comes from a kernel or from
-// torch.compile.
+// An argument as a kernel reads it, and what error messages are made of: operator, argument, what was expected, what
+// came.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <torch/csrc/stable/tensor.h>
@@ -45,6 +45,8 @@ std::string tuple(const Ints& values) {
 // An argument: its name and what there is to know of the tensor, read once. Each reading is a call into LibTorch, which
 // is what an operator on a small tensor spends its time on. It borrows from the tensor.
 struct View {
+  View() = default;  // of an optional argument that is None
+
   View(const char* op, const char* name, const Tensor& t) : tensor(&t), name(name) {
     bool defined;
     TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(t.get(), &defined));
@@ -67,11 +69,13 @@ struct View {
     return std::equal(sizes.begin(), sizes.end(), other.sizes.begin(), other.sizes.end());
   }
 
-  const Tensor* tensor;
-  const char* name;
+  explicit operator bool() const { return tensor != nullptr; }
+
+  const Tensor* tensor = nullptr;
+  const char* name = nullptr;
   std::span<const int64_t> sizes, strides;
-  int64_t ndim, numel = 1;
-  int32_t dtype, device_type, device_index;
+  int64_t ndim = 0, numel = 1;
+  int32_t dtype = 0, device_type = 0, device_index = 0;
   bool contiguous = true;
 };
 
@@ -82,12 +86,12 @@ inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16();
 inline const int32_t kFloat32 = aoti_torch_dtype_float32();
 inline const int32_t kFloat64 = aoti_torch_dtype_float64();
 
-inline std::string name(int32_t dtype) {
-  const std::pair<int32_t, const char*> names[] = {
-      {kFloat16, "float16"},
-      {kBFloat16, "bfloat16"},
-      {kFloat32, "float32"},
-      {kFloat64, "float64"},
+inline std::span<const std::pair<int32_t, const char*>> all() {
+  static const std::pair<int32_t, const char*> names[] = {
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_float64(), "float64"},
       {aoti_torch_dtype_bool(), "bool"},
       {aoti_torch_dtype_uint8(), "uint8"},
       {aoti_torch_dtype_uint16(), "uint16"},
@@ -105,10 +109,21 @@ inline std::string name(int32_t dtype) {
       {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
       {aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz"},
   };
-  for (const auto& [id, name] : names) {
+  return names;
+}
+
+inline std::string name(int32_t dtype) {
+  for (const auto& [id, name] : all()) {
     if (id == dtype) return name;
   }
   return "another dtype";
+}
+
+inline int32_t find(std::string_view wanted) {
+  for (const auto& [id, name] : all()) {
+    if (name == wanted) return id;
+  }
+  throw std::logic_error("there is no dtype " + std::string(wanted));
 }
 
 }  // namespace dtypes
@@ -117,45 +132,6 @@ inline std::string device_name(const View& t) {
   if (t.device_type == aoti_torch_device_type_cpu()) return "cpu";
   const std::string type = t.device_type == aoti_torch_device_type_cuda() ? "cuda" : "another device type";
   return type + ':' + std::to_string(t.device_index);
-}
-
-inline void check_floating(const char* op, const View& t) {
-  using namespace dtypes;
-  if (t.dtype == kFloat32 || t.dtype == kBFloat16 || t.dtype == kFloat16 || t.dtype == kFloat64) return;
-  fail(op, t.name, " must have dtype float16, bfloat16, float32 or float64, got ", dtypes::name(t.dtype));
-}
-
-inline bool is_integer(int32_t dtype) {
-  return dtype == aoti_torch_dtype_int64() || dtype == aoti_torch_dtype_int32() || dtype == aoti_torch_dtype_int16() ||
-         dtype == aoti_torch_dtype_int8() || dtype == aoti_torch_dtype_uint8();
-}
-
-inline void check_integer(const char* op, const View& t) {
-  if (is_integer(t.dtype)) return;
-  fail(op, t.name, " must have dtype uint8, int8, int16, int32 or int64, got ", dtypes::name(t.dtype));
-}
-
-inline void check_real(const char* op, const View& t) {
-  using namespace dtypes;
-  if (t.dtype == kFloat32 || t.dtype == kBFloat16 || t.dtype == kFloat16 || t.dtype == kFloat64) return;
-  if (is_integer(t.dtype)) return;
-  const char* wanted = " must have dtype float16, bfloat16, float32, float64, uint8, int8, int16, int32 or int64, got ";
-  fail(op, t.name, wanted, dtypes::name(t.dtype));
-}
-
-inline void check_device(const char* op, const View& t, const View& like) {
-  if (t.device_type != like.device_type || t.device_index != like.device_index) {
-    fail(op, t.name, " must be on the device of ", like.name, ", ", device_name(like), ", got ", device_name(t));
-  }
-}
-
-// `t` must have the dtype and the device of `like`.
-inline void check_same(const char* op, const View& t, const View& like) {
-  if (t.dtype != like.dtype) {
-    const std::string want = dtypes::name(like.dtype), got = dtypes::name(t.dtype);
-    fail(op, t.name, " must have the dtype of ", like.name, ", ", want, ", got ", got);
-  }
-  check_device(op, t, like);
 }
 
 }  // namespace extension_cpp

@@ -1,0 +1,66 @@
+// Registers a file's operators: their schemas and kernels, and the lines that Python asks for.
+//
+//   EXTENSION_CPP_REGISTER(m) { m.add(kScale, TORCH_BOX(&scale)); }
+//
+// One block serves both compilers: a .cpp file registers schemas and CPU kernels, a .cu file CUDA kernels.
+#pragma once
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "signature.h"
+
+// Of torch.ops. A file of operators outside of this package defines its own before it includes this.
+#ifndef EXTENSION_CPP_NAMESPACE
+#define EXTENSION_CPP_NAMESPACE extension_cpp
+#endif
+
+namespace extension_cpp {
+
+std::vector<const Operator*>& registered();
+
+class Registration {
+ public:
+  Registration(const char* name_space, void (*add_all)(Registration&), const char* file, uint32_t line)
+#if defined(__CUDACC__)
+      : kernels_(Library::Kind::IMPL, name_space, "CUDA", file, line) {
+#else
+      : schemas_(Library::Kind::FRAGMENT, name_space, nullptr, file, line),
+        kernels_(Library::Kind::IMPL, name_space, "CPU", file, line) {
+#endif
+    add_all(*this);
+  }
+
+  // <op>.kernel is the same kernel without the derivatives that Python registers for <op>. A call that needs none is
+  // led there (extension_cpp/ops/_operator.py): entering a Python formula takes longer than a small operator.
+  void add(const Operator& op, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
+    const std::string overload = std::string(op.name()) + ".kernel";
+#if !defined(__CUDACC__)
+    schemas_.def(op.schema);
+    schemas_.def((overload + std::strchr(op.schema, '(')).c_str());
+    registered().push_back(&op);
+#endif
+    kernels_.impl(op.name(), kernel);
+    kernels_.impl(overload.c_str(), kernel);
+  }
+
+ private:
+  using Library = torch::stable::detail::StableLibrary;
+#if !defined(__CUDACC__)
+  Library schemas_;
+#endif
+  Library kernels_;
+};
+
+}  // namespace extension_cpp
+
+#define EXTENSION_CPP_STRING(x) #x
+#define EXTENSION_CPP_NAME_OF(x) EXTENSION_CPP_STRING(x)
+#define EXTENSION_CPP_REGISTER(m)                                                               \
+  static void register_operators(extension_cpp::Registration&);                                 \
+  static const extension_cpp::Registration registration(                                        \
+      EXTENSION_CPP_NAME_OF(EXTENSION_CPP_NAMESPACE), &register_operators, __FILE__, __LINE__); \
+  static void register_operators(extension_cpp::Registration& m)

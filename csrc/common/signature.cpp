@@ -1,0 +1,352 @@
+// What signature.h and register.h declare. Compiled once, and linked into both libraries.
+#include "signature.h"
+
+#include <cctype>
+#include <cstring>
+
+#include "loop.h"
+#include "overlap.h"
+#include "register.h"
+
+namespace extension_cpp {
+
+namespace detail {
+namespace {
+
+std::string_view trim(std::string_view text) {
+  while (!text.empty() && text.front() == ' ') text.remove_prefix(1);
+  while (!text.empty() && text.back() == ' ') text.remove_suffix(1);
+  return text;
+}
+
+std::vector<std::string_view> split(std::string_view text, std::string_view separator) {
+  std::vector<std::string_view> parts;
+  for (size_t at; (at = text.find(separator)) != std::string_view::npos; text.remove_prefix(at + separator.size())) {
+    parts.push_back(trim(text.substr(0, at)));
+  }
+  parts.push_back(trim(text));
+  return parts;
+}
+
+// What comes before `word`, which is taken out of `text` with what follows it; `text` is left with what was before.
+std::string_view cut(std::string_view& text, std::string_view word) {
+  const size_t at = text.find(word);
+  if (at == std::string_view::npos) return {};
+  const std::string_view after = trim(text.substr(at + word.size()));
+  text = trim(text.substr(0, at));
+  return after;
+}
+
+}  // namespace
+}  // namespace detail
+
+Operator::Operator(const char* schema, const char* signature) : schema(schema), signature(signature) {
+  using namespace detail;
+  const std::string_view text(schema);
+  name_ = text.substr(0, text.find('('));
+  const size_t arrow = std::string_view(signature).find("->");
+  for (std::string_view part : split(std::string_view(signature).substr(0, arrow), ";")) read_argument(part);
+  std::string_view results = trim(std::string_view(signature).substr(arrow + 2));
+  if (results.empty()) return;
+  // Commas inside of broadcast(a, b) don't part results.
+  size_t begin = 0;
+  for (size_t i = 0, depth = 0; i <= results.size(); ++i) {
+    if (i == results.size() || (results[i] == ',' && depth == 0)) {
+      read_result(trim(results.substr(begin, i - begin)));
+      begin = i + 1;
+    } else if (results[i] == '(') {
+      ++depth;
+    } else if (results[i] == ')') {
+      --depth;
+    }
+  }
+}
+
+int Operator::name_index(std::string_view name) const {
+  const auto at = std::find(names_.begin(), names_.end(), name);
+  return at == names_.end() ? -1 : static_cast<int>(at - names_.begin());
+}
+
+int Operator::index_of(std::string_view argument) const {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name == argument) return static_cast<int>(i);
+  }
+  fail(name(), "its signature names no argument '", argument, "'");
+}
+
+detail::Size Operator::read_size(std::string_view text) {
+  detail::Size size;
+  const size_t operation = text.find_first_of("+-*");
+  const std::string_view first = text.substr(0, operation);
+  if (std::isdigit(static_cast<unsigned char>(first[0]))) {
+    size.add = std::stoll(std::string(first));
+    return size;
+  }
+  size.name = add_name(first);
+  if (operation == std::string_view::npos) return size;
+  const std::string_view second = text.substr(operation + 1);
+  if (text[operation] == '*') {
+    size.times = add_name(second);
+  } else {
+    size.add = std::stoll(std::string(second)) * (text[operation] == '-' ? -1 : 1);
+  }
+  return size;
+}
+
+int Operator::add_name(std::string_view name) {
+  int index = name_index(name);
+  if (index < 0) {
+    index = static_cast<int>(names_.size());
+    if (index == detail::kMostNames) fail(this->name(), "its signature has too many names");
+    names_.emplace_back(name);
+  }
+  return index;
+}
+
+detail::Pattern Operator::read_pattern(std::string_view text) {
+  detail::Pattern pattern;
+  if (text.starts_with("broadcast(")) {
+    text.remove_prefix(std::strlen("broadcast("));
+    for (std::string_view part : detail::split(text.substr(0, text.find(')')), ",")) {
+      pattern.broadcast.push_back(index_of(part));
+    }
+    broadcasts_ = true;
+    return pattern;
+  }
+  int count = 0;
+  for (std::string_view part : detail::split(text, " ")) {
+    if (part.empty() || part == "()") continue;
+    pattern.text += (count++ ? ", " : "(") + std::string(part);
+    if (part == "...") {
+      pattern.pack = true;
+    } else if (part != "?") {
+      pattern.sizes.push_back(read_size(part));
+    }
+  }
+  pattern.text += count == 0 ? "()" : count == 1 ? ",)" : ")";
+  return pattern;
+}
+
+void Operator::read_argument(std::string_view text) {
+  detail::Argument argument;
+  std::string_view shapes = text;
+  argument.name = text.substr(0, text.find(':'));
+  shapes.remove_prefix(argument.name.size() + 1);
+  const std::string_view where = detail::cut(shapes, " where ");
+  const std::string_view dtypes = detail::cut(shapes, " of "), like = detail::cut(shapes, " as ");
+  if (!like.empty()) {
+    argument.like = index_of(like);
+  } else {
+    read_dtypes(argument, dtypes.empty() ? "floating" : dtypes);
+  }
+  for (std::string_view part : detail::split(detail::trim(shapes), "|")) {
+    argument.patterns.push_back(read_pattern(part));
+  }
+  argument.conditions_text = where;
+  for (std::string_view rest = where; !rest.empty();) {  // 1 <= K <= H
+    const auto parts = detail::split(rest, "<=");
+    for (size_t i = 0; i + 1 < parts.size(); ++i) {
+      argument.conditions.push_back({read_size(parts[i]), read_size(parts[i + 1])});
+    }
+    break;
+  }
+  // "Tensor(a!) out" in the schema.
+  const std::string in_schema = "!) " + argument.name;
+  for (size_t at = 0; (at = std::string_view(schema).find(in_schema, at)) != std::string_view::npos; ++at) {
+    const char after = schema[at + in_schema.size()];
+    argument.written |= after == ',' || after == ')' || after == '=';
+  }
+  arguments.push_back(std::move(argument));
+}
+
+void Operator::read_dtypes(detail::Argument& argument, std::string_view text) {
+  static constexpr std::string_view kFloating = "float16|bfloat16|float32|float64";
+  static constexpr std::string_view kInteger = "uint8|int8|int16|int32|int64";
+  std::vector<std::string_view> names;
+  for (std::string_view part : detail::split(text, "|")) {
+    if (part == "floating" || part == "real") names = detail::split(kFloating, "|");
+    if (part == "integer" || part == "real") {
+      for (std::string_view each : detail::split(kInteger, "|")) names.push_back(each);
+    }
+    if (part != "floating" && part != "integer" && part != "real") names.push_back(part);
+  }
+  for (size_t i = 0; i < names.size(); ++i) {
+    argument.dtypes |= uint64_t{1} << dtypes::find(names[i]);
+    argument.dtype_names += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + std::string(names[i]);
+  }
+}
+
+void Operator::read_result(std::string_view text) {
+  detail::Result result;
+  const std::string_view dtype = detail::cut(text, " of "), like = detail::cut(text, " as ");
+  if (!like.empty()) result.like = index_of(like);
+  if (!dtype.empty()) result.dtype = dtypes::find(dtype);
+  result.pattern = read_pattern(text);
+  results.push_back(std::move(result));
+}
+
+namespace {
+
+std::vector<View> select(const detail::Pattern& pattern, std::span<const View> views) {
+  std::vector<View> chosen;
+  for (int i : pattern.broadcast) chosen.push_back(views[i]);
+  return chosen;
+}
+
+}  // namespace
+
+Checks::Checks(const Operator& op, std::span<const View> views, Numbers numbers) : op_(op) {
+  for (const auto& [name, value] : numbers) {
+    const int index = op.name_index(name);
+    if (index >= 0) bind(index, value);
+  }
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (views[i]) check(op.arguments[i], views[i], views);
+  }
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (views[i] && op.arguments[i].written) check_overlap(views[i], views);
+  }
+}
+
+// A contiguous result.
+Tensor Checks::empty(size_t result, const View& first) const {
+  const detail::Result& described = op_.results[result];
+  std::array<int64_t, kMaxDims> sizes, strides;
+  size_t ndim = 0;
+  if (described.pattern.pack) {
+    for (int64_t size : pack_) sizes[ndim++] = size;
+  }
+  for (const detail::Size& size : described.pattern.sizes) sizes[ndim++] = size.value(dims_);
+  int64_t step = 1;
+  for (size_t d = ndim; d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
+  return empty_strided(first, described.dtype, sizes.data(), strides.data(), ndim);
+}
+
+void Checks::bind(int name, int64_t value) {
+  dims_[name] = value;
+  bound_ |= 1u << name;
+}
+
+void Checks::check(const detail::Argument& argument, const View& t, std::span<const View> views) {
+  const char* op = op_.name();
+  if (argument.like >= 0) {
+    const View& like = views[argument.like];
+    if (t.dtype != like.dtype) {
+      const std::string want = dtypes::name(like.dtype), got = dtypes::name(t.dtype);
+      fail(op, t.name, " must have the dtype of ", like.name, ", ", want, ", got ", got);
+    }
+  } else if (!(argument.dtypes >> t.dtype & 1)) {
+    fail(op, t.name, " must have dtype ", argument.dtype_names, ", got ", dtypes::name(t.dtype));
+  }
+  const View& first = views[0];
+  if (t.device_type != first.device_type || t.device_index != first.device_index) {
+    fail(op, t.name, " must be on the device of ", first.name, ", ", device_name(first), ", got ", device_name(t));
+  }
+  if (t.ndim > kMaxDims) fail(op, t.name, " must have at most ", kMaxDims, " dimensions, got ", t.ndim);
+  const uint32_t before = bound_;
+  const bool pack_before = has_pack_;
+  for (const detail::Pattern& pattern : argument.patterns) {
+    if (matches(pattern, t, views)) {
+      for (const auto& [low, high] : argument.conditions) {
+        if (low.value(dims_) > high.value(dims_)) refuse(argument, t, before, pack_before, views, true);
+      }
+      return;
+    }
+    bound_ = before;
+  }
+  refuse(argument, t, before, pack_before, views, false);
+}
+
+bool Checks::matches(const detail::Pattern& pattern, const View& t, std::span<const View> views) {
+  if (!pattern.broadcast.empty()) {
+    const Shape shape = broadcast_shapes(op_.name(), select(pattern, views));
+    return std::equal(t.sizes.begin(), t.sizes.end(), shape.dims, shape.dims + shape.ndim);
+  }
+  const int64_t named = static_cast<int64_t>(pattern.sizes.size()), leading = t.ndim - named;
+  if (pattern.pack ? leading < 0 : leading != 0) return false;
+  if (pattern.pack && !(op_.broadcasts_ && named == 0)) {
+    const auto pack = t.sizes.first(leading);
+    if (has_pack_ && !std::equal(pack.begin(), pack.end(), pack_.begin(), pack_.end())) return false;
+    if (!has_pack_) pack_name_ = t.name;
+    has_pack_ = true;
+    pack_ = pack;
+  }
+  for (int64_t d = 0; d < named; ++d) {
+    const detail::Size& size = pattern.sizes[d];
+    const int64_t got = t.sizes[leading + d];
+    if (size.name >= 0 && !(bound_ >> size.name & 1)) {
+      bind(size.name, got);
+    } else if (size.value(dims_) != got) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Checks::refuse(
+    const detail::Argument& argument, const View& t, uint32_t bound_before, bool pack_before,
+    std::span<const View> views, bool conditions) const {
+  const char* op = op_.name();
+  const detail::Pattern& first = argument.patterns[0];
+  if (!first.broadcast.empty()) {
+    std::string names;
+    for (size_t i = 0; i < first.broadcast.size(); ++i) {
+      names += (i == 0 ? "" : " and ") + op_.arguments[first.broadcast[i]].name;
+    }
+    const Shape shape = broadcast_shapes(op, select(first, views));
+    fail(op, t.name, " must have the shape that ", names, " broadcast to, ", tuple(shape), ", got ", tuple(t.sizes));
+  }
+  if (first.pack && first.sizes.empty()) {
+    fail(op, t.name, " must have the shape of ", pack_name_, ", ", tuple(pack_), ", got ", tuple(t.sizes));
+  }
+  std::string shapes, with = conditions ? argument.conditions_text : "";
+  auto add = [&](const std::string& text) { with += (with.empty() ? "" : " and ") + text; };
+  uint32_t known = bound_before;  // and not yet said
+  auto say = [&](int name) {
+    if (name < 0 || !(known >> name & 1)) return;
+    known &= ~(1u << name);
+    add(op_.names_[name] + " = " + std::to_string(dims_[name]));
+  };
+  for (const detail::Pattern& pattern : argument.patterns) {
+    shapes += (shapes.empty() ? "" : " or ") + pattern.text;
+    if (pattern.pack && pack_before) add("... = " + tuple(pack_));
+    for (const detail::Size& size : pattern.sizes) {
+      say(size.name);
+      say(size.times);
+    }
+  }
+  for (size_t i = 0; conditions && i < argument.conditions.size(); ++i) {
+    say(argument.conditions[i].low.name);
+    say(argument.conditions[i].high.name);
+  }
+  fail(op, t.name, " must have shape ", shapes, with.empty() ? "" : " with ", with, ", got ", tuple(t.sizes));
+}
+
+void Checks::check_overlap(const View& out, std::span<const View> views) const {
+  const char* op = op_.name();
+  if (has_internal_overlap(out)) {
+    const std::string sizes = tuple(out.sizes), strides = tuple(out.strides);
+    fail(op, out.name, " must not overlap itself, got shape ", sizes, " with strides ", strides);
+  }
+  for (const View& in : views) {
+    if (in.tensor == out.tensor || !in) continue;
+    if (partially_overlap(in, out)) {
+      fail(op, out.name, " must be ", in.name, " itself or not overlap it, got a partial overlap");
+    }
+  }
+}
+
+std::vector<const Operator*>& registered() {
+  static std::vector<const Operator*> operators;
+  return operators;
+}
+
+}  // namespace extension_cpp
+
+// The signature of an operator that this library registered, or null. A C function, for ctypes.
+extern "C" __attribute__((visibility("default"))) const char* extension_cpp_signature(const char* name) {
+  for (const extension_cpp::Operator* op : extension_cpp::registered()) {
+    if (std::strcmp(op->name(), name) == 0) return op->signature;
+  }
+  return nullptr;
+}

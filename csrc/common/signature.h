@@ -1,0 +1,145 @@
+// An operator as it is declared: its schema, and its signature, one line of the shapes and dtypes of its arguments and
+// results. The checks and the results' shapes come from it, here and, in the same words, in Python
+// (extension_cpp/ops/_signature.py), which asks this library for the line. docs/add-an-operator.md has its grammar.
+#pragma once
+
+#include <array>
+#include <initializer_list>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+
+namespace extension_cpp {
+
+namespace detail {
+
+constexpr int kMostNames = 16;
+
+// dims[name] * dims[times] + add, or a number where there is no name.
+struct Size {
+  int name = -1, times = -1;
+  int64_t add = 0;
+
+  int64_t value(const int64_t* dims) const { return name < 0 ? add : dims[name] * (times < 0 ? 1 : dims[times]) + add; }
+};
+
+struct Pattern {
+  bool pack = false;           // begins with "...", any number of dimensions
+  std::vector<int> broadcast;  // the shape that these arguments broadcast to
+  std::vector<Size> sizes;
+  std::string text;  // "(B, T, H)"
+};
+
+struct Condition {
+  Size low, high;  // low <= high
+};
+
+struct Argument {
+  std::string name;
+  std::vector<Pattern> patterns;
+  int like = -1;        // the argument that has the same dtype
+  uint64_t dtypes = 0;  // else a bit for each that is allowed
+  std::string dtype_names, conditions_text;
+  std::vector<Condition> conditions;
+  bool written = false;
+};
+
+struct Result {
+  Pattern pattern;
+  int like = 0;
+  int32_t dtype = -1;  // of its own, if >= 0
+};
+
+}  // namespace detail
+
+// A kernel's file has one of each operator, as a constant.
+class Operator {
+ public:
+  Operator(const char* schema, const char* signature);
+  Operator(const Operator&) = delete;
+
+  const char* name() const { return name_.c_str(); }
+  // Of a dimension or number in the signature; -1 if it has none of that name.
+  int name_index(std::string_view name) const;
+
+  const char *schema, *signature;
+  std::vector<detail::Argument> arguments;
+  std::vector<detail::Result> results;
+
+ private:
+  friend class Checks;
+
+  int index_of(std::string_view argument) const;
+  int add_name(std::string_view name);
+  detail::Size read_size(std::string_view text);
+  detail::Pattern read_pattern(std::string_view text);
+  void read_argument(std::string_view text);
+  void read_dtypes(detail::Argument& argument, std::string_view text);
+  void read_result(std::string_view text);
+
+  std::string name_;
+  std::vector<std::string> names_;
+  bool broadcasts_ = false;  // arguments that are "..." may differ in shape
+};
+
+using Numbers = std::initializer_list<std::pair<const char*, int64_t>>;
+
+// The checks of one call, and the sizes that they find.
+class Checks {
+ public:
+  Checks(const Operator& op, std::span<const View> views, Numbers numbers);
+
+  int64_t operator[](std::string_view name) const { return dims_[op_.name_index(name)]; }
+  Tensor empty(size_t result, const View& first) const;
+
+ private:
+  void bind(int name, int64_t value);
+  void check(const detail::Argument& argument, const View& t, std::span<const View> views);
+  bool matches(const detail::Pattern& pattern, const View& t, std::span<const View> views);
+  [[noreturn]] void refuse(
+      const detail::Argument& argument, const View& t, uint32_t bound_before, bool pack_before,
+      std::span<const View> views, bool conditions) const;
+  void check_overlap(const View& out, std::span<const View> views) const;
+
+  const Operator& op_;
+  int64_t dims_[detail::kMostNames] = {};
+  uint32_t bound_ = 0;
+  bool has_pack_ = false;
+  const char* pack_name_ = nullptr;
+  std::span<const int64_t> pack_;
+};
+
+// A call of an operator with N tensors, in the order of its signature, checked.
+template <size_t N>
+class Call {
+ public:
+  // `numbers` are arguments that the signature computes with. nullptr stands for an optional tensor that is None.
+  Call(const Operator& op, const std::array<const Tensor*, N>& tensors, Numbers numbers = {})
+      : op(op), views(read(op, tensors, std::make_index_sequence<N>())), checks_(op, views, numbers) {}
+
+  int64_t operator[](std::string_view dimension) const { return checks_[dimension]; }
+
+  // A result, contiguous and not yet written.
+  Tensor empty(size_t result = 0) const { return checks_.empty(result, views[0]); }
+
+  const Operator& op;
+  const std::array<View, N> views;
+
+ private:
+  template <size_t... I>
+  static std::array<View, N> read(
+      const Operator& op, const std::array<const Tensor*, N>& tensors, std::index_sequence<I...>) {
+    return {(tensors[I] ? View(op.name(), op.arguments[I].name.c_str(), *tensors[I]) : View())...};
+  }
+
+  Checks checks_;
+};
+
+template <size_t N>
+Call(const Operator&, const Tensor* const (&)[N]) -> Call<N>;
+
+}  // namespace extension_cpp

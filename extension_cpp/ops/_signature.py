@@ -1,0 +1,344 @@
+"""Signatures: the shapes and dtypes of an operator's arguments and results, in one line.
+
+The line stands next to the operator's schema in csrc/. The kernels check their arguments by it, with the same words
+(csrc/common/signature.cpp); here the fake kernels, the checks of references and all that is derived from shapes use it.
+docs/add-an-operator.md has the grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+GROUPS = {"floating": FLOATING, "integer": INTEGER, "real": FLOATING + INTEGER}
+MAX_DIMS = 64
+
+Sizes = dict[str, Any]
+"""Dimensions and numbers by name; under "..." the leading dimensions."""
+
+
+def fail(op: str, message: str) -> NoReturn:
+    raise RuntimeError(f"{op}: {message}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def value(size: str, sizes: Sizes) -> Any:
+    """Of "T", "T+1", "K*kernel_grad" or "4"."""
+    first, operation, second = re.fullmatch(r"(\w+)(?:([-+*])(\w+))?", size).groups()  # type: ignore[union-attr]
+    left, right = (int(n) if n is None or n.isdigit() else sizes[n] for n in (first, second or "0"))
+    return left * int(right) if operation == "*" else left - right if operation == "-" else left + right
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A shape."""
+
+    sizes: tuple[str, ...]
+    """Without "..."."""
+    pack: bool = False
+    """Whether it begins with "...", any number of dimensions."""
+    broadcast: tuple[str, ...] = ()
+    """The arguments that it is the broadcast shape of."""
+
+    @classmethod
+    def read(cls, text: str) -> Pattern:
+        if text.startswith("broadcast("):
+            return cls((), broadcast=tuple(re.findall(r"\w+", text)[1:]))
+        parts = text.replace("()", "").split()
+        return cls(tuple(part for part in parts if part != "..."), pack="..." in parts)
+
+    def __str__(self) -> str:
+        sizes = ["..."] * self.pack + list(self.sizes)
+        return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+    @property
+    def names(self) -> list[str]:
+        return [name for size in self.sizes for name in re.findall(r"[A-Za-z_]\w*", size)]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that an operator takes."""
+
+    name: str
+    patterns: tuple[Pattern, ...]
+    like: str = ""
+    """The argument that has the same dtype."""
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+    condition: str = ""
+    """ "1 <= K <= H" """
+    written: bool = False
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that an operator returns."""
+
+    pattern: Pattern
+    like: str
+    """The argument that it has the dtype of, if it has none of its own."""
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    op: str
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    positions: dict[str, int] = field(repr=False)
+    """Of all arguments of the schema, by name."""
+
+    @classmethod
+    def read(cls, text: str, schema: Any) -> Signature:
+        """Read the line that goes with a schema."""
+        before, _, after = text.partition("->")
+        in_schema = {argument.name: argument for argument in schema.arguments}
+        arguments = []
+        for part in before.split(";"):
+            match = re.fullmatch(r"\s*(\w+):(.*?)(?: as (\w+))?(?: of ([\w|]+))?(?: where (.*?))?\s*", part)
+            if match is None or match[1] not in in_schema:
+                fail(schema.name, f"its signature must describe its tensors, got {part.strip()!r}")
+            name, shapes, like, dtypes, condition = match.groups()
+            known = in_schema[name]
+            arguments.append(
+                Argument(
+                    name,
+                    tuple(Pattern.read(shape.strip()) for shape in shapes.split("|")),
+                    like or "",
+                    read_dtypes(dtypes or "floating"),
+                    condition or "",
+                    bool(known.alias_info and known.alias_info.is_write),
+                    "Optional" in str(known.type),
+                )
+            )
+        results = []
+        for part in re.split(r",(?![^(]*\))", after) if after.strip() else ():
+            shape, like, dtype = re.fullmatch(r"(.*?)(?: as (\w+))?(?: of (\w+))?", part.strip()).groups()  # type: ignore[union-attr]
+            own = getattr(torch, dtype) if dtype else None
+            results.append(Result(Pattern.read(shape.strip()), like or arguments[0].name, own))
+        op = schema.name.partition("::")[2]
+        return cls(op, tuple(arguments), tuple(results), {name: i for i, name in enumerate(in_schema)})
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether arguments that are "..." may differ in shape."""
+        patterns = [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]
+        return any(pattern.broadcast for pattern in patterns)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether an element of the results depends on one of each argument only."""
+        patterns = [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]
+        return all((pattern.pack or pattern.broadcast) and not pattern.sizes for pattern in patterns)
+
+    @property
+    def dynamic_size(self) -> bool:
+        """Whether the size of a result depends on values."""
+        return any("?" in result.pattern.sizes for result in self.results)
+
+    def tensors(self, args: Sequence[Any]) -> Iterator[tuple[Argument, Any]]:
+        for argument in self.arguments:
+            at = self.positions[argument.name]
+            yield argument, args[at] if at < len(args) else None
+
+    def check(self, args: Sequence[Any], op: str = "") -> Sizes:
+        """The sizes in a call; raises RuntimeError for what the kernels refuse, in their words."""
+        op = op or self.op
+        sizes: Sizes = {name: args[at] for name, at in self.positions.items() if at < len(args)}
+        given: dict[str, Tensor] = {}
+        first = None
+        for argument, t in self.tensors(args):
+            if t is None and argument.optional:
+                continue
+            if t is None:
+                fail(op, f"{argument.name} must be a tensor, got None")
+            if t.layout != torch.strided:
+                fail(op, f"{argument.name} must be a strided tensor, got {t.layout}")
+            first = first if given else argument.name
+            given[argument.name] = t
+            self._check_kind(op, argument, t, first or argument.name, given)
+        pack_of = ""
+        for argument, t in self.tensors(args):
+            if argument.name in given:
+                pack_of = self._check_shape(op, argument, t, given, sizes, pack_of) or pack_of
+        if self.broadcasts:
+            for pattern in [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]:
+                if pattern.broadcast:
+                    self.broadcast(op, pattern, given)
+        self._check_overlap(op, given)
+        return sizes
+
+    def _check_kind(self, op: str, argument: Argument, t: Tensor, first: str, given: dict[str, Tensor]) -> None:
+        """The dtype, the device, and the number of dimensions that kernels can have."""
+        if argument.like:
+            want = given[argument.like].dtype
+            if t.dtype != want:
+                said = f"{argument.name} must have the dtype of {argument.like}, {dtype_name(want)}"
+                fail(op, f"{said}, got {dtype_name(t.dtype)}")
+        elif t.dtype not in argument.dtypes:
+            *names, last = map(dtype_name, argument.dtypes)
+            wanted = f"{', '.join(names)} or {last}" if names else last
+            fail(op, f"{argument.name} must have dtype {wanted}, got {dtype_name(t.dtype)}")
+        device = given[first].device
+        if t.device != device:
+            fail(op, f"{argument.name} must be on the device of {first}, {device}, got {t.device}")
+        if t.dim() > MAX_DIMS:
+            fail(op, f"{argument.name} must have at most {MAX_DIMS} dimensions, got {t.dim()}")
+
+    def _check_shape(
+        self, op: str, argument: Argument, t: Tensor, given: dict[str, Tensor], sizes: Sizes, pack_of: str
+    ) -> str:
+        """Raises for another shape; enters what it binds into `sizes`. Returns whether it binds "..."."""
+        pattern = argument.patterns[0]
+        if pattern.broadcast:
+            shape = self.broadcast(op, pattern, given)
+            wanted = f"the shape that {' and '.join(pattern.broadcast)} broadcast to"
+            require(
+                t.shape == shape, op, lambda: f"{argument.name} must have {wanted}, {text(shape)}, got {text(t.shape)}"
+            )
+            return ""
+        if pattern.pack and not pattern.sizes:
+            if self.broadcasts:
+                return ""
+            shape = sizes.setdefault("...", t.shape)
+            wanted = f"the shape of {pack_of or argument.name}"
+            require(
+                t.shape == shape, op, lambda: f"{argument.name} must have {wanted}, {text(shape)}, got {text(t.shape)}"
+            )
+            return argument.name
+        known = dict(sizes)
+
+        def refusal_of(condition: str) -> Callable[[], str]:
+            def words() -> str:
+                names = ["..."] * any(p.pack for p in argument.patterns)
+                names += [name for p in argument.patterns for name in p.names] + re.findall(r"[A-Za-z_]\w*", condition)
+                bound = [f"{n} = {text(known[n])}" for n in dict.fromkeys(names) if n in known]
+                extra = " and ".join([condition] * bool(condition) + bound)
+                shapes = " or ".join(map(str, argument.patterns))
+                return (
+                    f"{argument.name} must have shape {shapes}{f' with {extra}' if extra else ''}, got {text(t.shape)}"
+                )
+
+            return words
+
+        refusal = refusal_of("")
+        fitting = [
+            p
+            for p in argument.patterns
+            if (t.dim() >= len(p.sizes) if p.pack else t.dim() == len(p.sizes))
+            and all(differs(n, int(s)) is not True for n, s in zip(t.shape[::-1], p.sizes[::-1]) if s.isdigit())
+        ]
+        if not fitting:
+            fail(op, refusal())
+        pattern = fitting[0]
+        leading = t.dim() - len(pattern.sizes)
+        if pattern.pack:
+            require(t.shape[:leading] == sizes.setdefault("...", t.shape[:leading]), op, refusal)
+        for got, size in zip(t.shape[leading:], pattern.sizes):
+            if size.isidentifier() and size not in sizes:
+                sizes[size] = got
+            else:
+                require(got == value(size, sizes), op, refusal)
+        parts = [part.strip() for part in argument.condition.split("<=")] if argument.condition else []
+        for low, high in pairwise(parts):
+            require(value(low, sizes) <= value(high, sizes), op, refusal_of(argument.condition))
+        return argument.name if pattern.pack else ""
+
+    def broadcast(self, op: str, pattern: Pattern, given: dict[str, Tensor]) -> torch.Size:
+        names = [name for name in pattern.broadcast if name in given]
+        try:
+            return torch.broadcast_shapes(*(given[name].shape for name in names))
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # A question about a symbolic size, for torch.compile to answer.
+                raise
+            got = " and ".join(text(given[name].shape) for name in names)
+            fail(op, f"{' and '.join(names)} must have shapes that broadcast, got {got}")
+
+    def _check_overlap(self, op: str, given: dict[str, Tensor]) -> None:
+        """Only of tensors that repeat an element: the kernels find the rest, exactly."""
+        for argument in self.arguments:
+            t = given[argument.name] if argument.written else None
+            if t is None or is_symbolic(t) or not t.numel():
+                continue
+            if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride())):
+                got = f"shape {text(t.shape)} with strides {text(t.stride())}"
+                fail(op, f"{argument.name} must not overlap itself, got {got}")
+
+    def empty(self, args: Sequence[Any], sizes: Sizes) -> Any:
+        """The results of a call whose arguments were checked, uninitialised."""
+        given = {argument.name: t for argument, t in self.tensors(args) if t is not None}
+        return self.pack_results([self._empty_result(result, given, sizes) for result in self.results])
+
+    def _empty_result(self, result: Result, given: dict[str, Tensor], sizes: Sizes) -> Tensor:
+        like = given[result.like]
+        dtype = result.dtype or like.dtype
+        pattern = result.pattern
+        if not pattern.sizes and (pattern.pack or pattern.broadcast):
+            names = pattern.broadcast or [a.name for a in self.arguments if a.patterns[0].pack]
+            return empty_elementwise(*(given[name] for name in names if name in given), dtype=dtype)
+        shape = [
+            torch.library.get_ctx().new_dynamic_size() if size == "?" else value(size, sizes) for size in pattern.sizes
+        ]
+        return like.new_empty([*sizes["..."], *shape] if pattern.pack else shape, dtype=dtype)
+
+    @staticmethod
+    def pack_results(results: list[Tensor]) -> Any:
+        """As a function returns them."""
+        return results[0] if len(results) == 1 else tuple(results) if results else None
+
+
+def read_dtypes(text: str) -> tuple[torch.dtype, ...]:
+    return tuple(
+        dtype for part in text.split("|") for dtype in (GROUPS[part] if part in GROUPS else (getattr(torch, part),))
+    )
+
+
+def text(value: Any) -> str:
+    """As an error message has it: a number, or a shape."""
+    return str(value) if isinstance(value, int | torch.SymInt) else str(tuple(value))
+
+
+def require(condition: Any, op: str, message: Callable[[], str]) -> None:
+    """Raise unless it holds; of a symbolic size, assume that it does from here on."""
+    if condition is True:
+        return
+    if isinstance(condition, bool):
+        fail(op, message())
+    torch._check(condition, lambda: f"{op}: {message()}")
+
+
+def differs(size: Any, other: int) -> bool | None:
+    """Whether a size is another, None where that is not known yet."""
+    return size != other if isinstance(size, int) else None
+
+
+def empty_elementwise(*tensors: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an elementwise operator on tensors returns, uninitialised: broadcast shape, and TensorIterator's strides."""
+    expanded = torch.broadcast_tensors(*tensors)
+    first = tensors[0]
+    if (
+        type(first) is Tensor and first.is_contiguous() and expanded[0].shape == first.shape
+    ):  # It decides alone, at once.
+        return torch.empty(first.shape, dtype=dtype, device=first.device)
+    from torch._prims_common import compute_elementwise_output_strides
+
+    strides = compute_elementwise_output_strides(*expanded)
+    return torch.empty_strided(expanded[0].shape, strides, dtype=dtype, device=first.device)
+
+
+def is_symbolic(*tensors: Tensor) -> bool:
+    """Whether a size or stride is a symbol, of which nothing exact can be asked without specialising on it."""
+    numbers = (n for t in tensors for n in (*t.shape, *t.stride(), t.storage_offset()))
+    return any(isinstance(n, torch.SymInt) for n in numbers)
