@@ -219,8 +219,18 @@ class Contract:
             finite = want.abs() <= torch.finfo(dtype).max
             bound = op.ulps[dtype] * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
             error = (got.to(torch.float64) - want).abs()
-            assert (error[finite] <= bound[finite]).all(), f"off by {error[finite].max():.3g} on {describe(args)}"
+            wrong = finite & ~(error <= bound)
+            assert not wrong.any(), self.say_error(op, got, want, error / bound * wrong, args)
             assert same_bits(got[~finite], want[~finite].to(dtype)), f"wrong infinity or NaN on {describe(args)}"
+
+    @staticmethod
+    def say_error(op: Case, got: Tensor, want: Tensor, excess: Tensor, args: Args) -> str:
+        """Where a result is off most, by how much, and what allows more."""
+        at = tuple(int(i) for i in torch.unravel_index(excess.nan_to_num(torch.inf).argmax(), excess.shape))
+        name, allowed = str(got.dtype).removeprefix("torch."), op.ulps[got.dtype]
+        off = f"{excess[at].item() * allowed:.3g} ulps of {name} where {allowed:g} is allowed, at index {at}"
+        why = "if the length of a sum explains it, give the Case ulps= or magnitude="
+        return f"{off}: got {got[at].item()!r}, want {want[at].item()!r}, on {describe(args)}; {why}"
 
     def same(self, x: Tensor, y: Tensor) -> bool:
         """The same bits; of the reference, those of PyTorch's operators, whose rounding may depend on where memory lies."""

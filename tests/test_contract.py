@@ -2,40 +2,32 @@
 
 import pytest
 import torch
-from contract import DEVICES, Contract, Operator
+from contract import DEVICES, Case, Contract
 from torch import Tensor
 
-from extension_cpp import use_backend
-from extension_cpp.ops import _check
-from extension_cpp.ops._register import register
+from extension_cpp.ops import _signature
+from extension_cpp.ops._operator import operator
 
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
-def define(name: str, kernel, *, fake=None, backward=None, into=False, complete=True, **description) -> Contract:
-    """An operator that doubles x, or is meant to, and what the contract is told of it.
-
-    `into`: it writes into an argument; not `complete`: without a fake kernel, as register() gets it.
-    """
+def define(
+    name: str, kernel, *, reference=None, fake=None, backward=None, into=False, signature="x: ... -> ...", **description
+) -> Contract:
+    """An operator that doubles x, or is meant to, and what the contract is told of it. `into`: it writes into an argument."""
     LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, key)
-    fake = fake or ((lambda x, out: None) if into else torch.empty_like)
-    if complete:
-        torch.library.register_fake(f"extension_cpp::{name}", fake, lib=LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(f"extension_cpp::{name}", backward, lib=LIBRARY)
-    overload = getattr(torch.ops.extension_cpp, name).default
+    declared = operator(
+        name=name,
+        signature="x: ...; out: ... as x ->" if into else signature,
+        fake=fake,
+        backward=backward,
+        differentiable=backward is not None,
+    )(reference or (double_into if into else double))
 
     class Described(Contract):
-        op = Operator(
-            name=name,
-            function=lambda *args: overload(*args),
-            samples=into_samples if into else samples,
-            differentiable=backward is not None,
-            writes=(1,) if into else (),
-            **{"reference": double_into if into else double, **description},
-        )
+        op = Case(declared, into_samples if into else samples, **description)
 
     return Described()
 
@@ -106,7 +98,7 @@ def changes_before_refusing(x: Tensor, out: Tensor) -> None:
     raise RuntimeError("refuses: x must not have 3 dimensions")
 
 
-def twice(ctx, grad):
+def twice(grad):
     return grad * 2
 
 
@@ -122,12 +114,8 @@ def where_large(x: Tensor) -> Tensor:
     return (x.reshape(-1) > 3).nonzero().squeeze(1)
 
 
-def some_size(x: Tensor) -> Tensor:
-    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
-
-
-def define_where(name: str, kernel, fake=some_size) -> Contract:
-    return define(name, kernel, fake=fake, reference=where_large, exact=True, dynamic_size=True)
+def define_where(name: str, kernel, fake=None) -> Contract:
+    return define(name, kernel, fake=fake, reference=where_large, signature="x: ... -> ? of int64", exact=True)
 
 
 def three_dimensions(device: str):
@@ -150,9 +138,9 @@ FAULTS = {
     "changes its argument": (define("fault_mutates", changes_its_argument), "test_layouts"),
     "fake with wrong strides": (define("fault_fake", double, fake=transposed_strides), "test_fake_kernel"),
     "fake with wrong dtype": (define("fault_dtype", double, fake=lambda x: x.double().int()), "test_fake_kernel"),
-    "wrong gradient": (define("fault_gradient", double, backward=lambda ctx, grad: grad * 3), "test_gradcheck"),
+    "wrong gradient": (define("fault_gradient", double, backward=lambda grad: grad * 3), "test_gradcheck"),
     "wrong gradient in half precision": (
-        define("fault_half", double, backward=lambda ctx, grad: grad * (2 if grad.dtype == torch.float64 else 3)),
+        define("fault_half", double, backward=lambda grad: grad * (2 if grad.dtype == torch.float64 else 3)),
         "test_gradients_of_reference",
     ),
     "undeclared mutation": (define("fault_schema", lambda x: x.mul_(2).clone()), "test_opcheck"),
@@ -209,16 +197,8 @@ def test_default_stream_is_caught():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_fault_of_one_backend_is_caught(device):
+def test_wrong_reference_is_caught(device):
     """Kernels that are right, and a reference that isn't."""
-    name = f"fault_reference_{device}"
-    contract = define(name, double, complete=False)
-    register(
-        name,
-        fake=torch.empty_like,
-        reference=lambda x: x * 2.001,
-        check=lambda op, x: _check.check_floating(op, "x", x),
-    )
-    contract.test_parity(device, torch.float32)
-    with use_backend("reference"), pytest.raises(AssertionError):
+    contract = define(f"fault_reference_{device}", double, reference=lambda x: x * 2.001)
+    with pytest.raises(AssertionError):
         contract.test_parity(device, torch.float32)

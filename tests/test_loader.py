@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import extension_cpp
-from extension_cpp.ops import _register
+from extension_cpp.ops import _backends
 
 PACKAGE = Path(extension_cpp.__file__).parent
 
@@ -194,7 +194,7 @@ def test_no_torch():
 
 def test_reference_serves_other_devices_and_warns_once(monkeypatch):
     """XPU stands for any device type without a kernel: its dispatch key leads to the reference."""
-    monkeypatch.setattr(_register, "_warned", set())
+    monkeypatch.setattr(_backends, "_warned", set())
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
     a, b, out = torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.empty(2)
     ops = torch.ops.extension_cpp

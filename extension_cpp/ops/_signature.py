@@ -172,7 +172,8 @@ class Signature:
         pack_of = ""
         for argument, t in self.tensors(args):
             if argument.name in given:
-                pack_of = self._check_shape(op, argument, t, given, sizes, pack_of) or pack_of
+                bound = self._check_shape(op, argument, t, given, sizes, pack_of)
+                pack_of = pack_of or bound
         if self.broadcasts:
             for pattern in [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]:
                 if pattern.broadcast:
