@@ -7,14 +7,14 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 from typing import Any
 
 from extension_cpp import _loader, jit
+from extension_cpp._loader import load_errors
 from extension_cpp._version import __version__
 
-# `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be
-# imported.
-load_errors: dict[str, str] = {} if _loader.is_program() else _loader.load()
-"""Why a native library of this package doesn't serve: library to reason. Empty when all that is there was loaded."""
-
 __all__ = ["__version__", "jit", "load_errors"]
+
+# `python -m extension_cpp` imports this module too, and must work if torch or a library can't be imported.
+if not _loader.is_program():
+    _loader.load(jit.load_package)
 
 if _loader.libraries:
     from extension_cpp import nn, ops  # The schemas must be there first.
@@ -25,7 +25,7 @@ if _loader.libraries:
 
 
 def __getattr__(name: str) -> Any:
-    """Of a checkout that was not compiled nothing is there but jit."""
+    """A checkout that was not compiled has nothing but jit."""
     if "_C" in load_errors and not name.startswith("_"):
         raise ImportError(load_errors["_C"])
     raise AttributeError(f"module 'extension_cpp' has no attribute '{name}'")
