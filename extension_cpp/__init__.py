@@ -4,7 +4,12 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 ``torch.ops.extension_cpp.<name>``. ``extension_cpp.nn`` has modules made of them.
 """
 
+import sys
 from typing import Any
+
+# Before the other modules of the package, which an older Python can't read.
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise ImportError(f"extension_cpp needs Python >= 3.10, and {sys.executable} is Python {sys.version.split()[0]}")
 
 from extension_cpp import _loader, jit
 from extension_cpp._loader import load_errors

@@ -1,5 +1,6 @@
 """What is loaded where, and what a user reads when something can't be."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -194,6 +195,15 @@ def test_no_torch():
     done = python("sys.modules['torch'] = None; import extension_cpp")
     assert "ImportError: extension_cpp needs PyTorch >= 2.10, and importing torch failed" in done.stderr
     assert "pip install torch" in done.stderr
+
+
+def test_old_python():
+    """Says so, before it imports a module that such a Python can't read."""
+    code = "sys.version_info = (3, 9, 18, 'final', 0)\ntry:\n    import extension_cpp\nfinally:\n    print(list(sys.modules))"
+    done = python(code)
+    assert f"ImportError: extension_cpp needs Python >= 3.10, and {sys.executable} is Python" in done.stderr
+    assert "extension_cpp." not in done.stdout
+    ast.parse((PACKAGE / "__init__.py").read_text(), feature_version=(3, 9))
 
 
 def test_reference_serves_other_devices_and_warns_once(monkeypatch):
