@@ -130,21 +130,32 @@ class Environment:
         self.said = said
         return found
 
-    def conda_package(self, build: str = "cpu_h0123456_0") -> Path:
-        """What conda leaves of the package: a record with the hash of each file."""
+    def conda_package(self, build: str = "cpu_h0123456_0", installer: str = "rattler") -> Path:
+        """The record that conda, mamba or rattler writes of the package, which suits every Python: the fields of each."""
+        site = self.site.relative_to(self.prefix).as_posix()
         files = [path for path in self.package.rglob("*") if path.is_file()]
+        paths = []
+        for path in files:
+            installed = path.relative_to(self.prefix).as_posix()
+            archived = installed.replace(site, "site-packages", 1)
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            entry = {"sha256": digest, "size_in_bytes": path.stat().st_size, "path_type": "hardlink"}
+            paths.append(
+                {
+                    "conda": {"_path": archived, **entry, "sha256_in_prefix": digest},
+                    "mamba": {"_path": installed, **entry, "sha256_in_prefix": digest},
+                    "rattler": {"_path": installed, **entry, "original_path": archived},
+                }[installer]
+            )
+        compiled = [f"{site}/extension_cpp/__pycache__/_loader.cpython-311.pyc"]
+        if installer == "conda":
+            paths += [{"_path": path, "path_type": "pyc_file"} for path in compiled]
         record = {
-            **{"name": "extension_cpp", "version": "0.1.0", "build": build, "requested_specs": []},
+            **{"name": "extension_cpp", "version": "0.1.0", "build": build, "noarch": "python"},
+            **({"requested_spec": "None"} if installer == "conda" else {"requested_specs": []}),
             "url": f"https://example.org/channel/linux-64/extension_cpp-0.1.0-{build}.conda",
-            "paths_data": {
-                "paths": [
-                    {
-                        "_path": str(path.relative_to(self.prefix)),
-                        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-                    }
-                    for path in files
-                ]
-            },
+            "files": [*(path.relative_to(self.prefix).as_posix() for path in files), *compiled],
+            "paths_data": {"paths_version": 1, "paths": paths},
         }
         meta = self.prefix / "conda-meta"
         meta.mkdir(exist_ok=True)
@@ -445,13 +456,15 @@ def test_checkout_that_hides_the_package(environment, tmp_path):
     assert environment.said["facts"]["origin"]["kind"] == "source"
 
 
-def test_altered_files(environment):
-    """By the hashes of conda's record, and of a wheel's."""
-    environment.conda_package()
+@pytest.mark.parametrize("installer", ["conda", "mamba", "rattler"])
+def test_altered_files(environment, installer):
+    """By the digests of conda's record, whoever wrote it."""
+    environment.conda_package(installer=installer)
+    environment.torch_to_look_at()
+    assert list(environment.doctor()) == ["torch-fails"]
     with (environment.package / "ops" / "muladd.py").open("a") as stream:
         stream.write("\n")
     (environment.package / "py.typed").unlink()
-    environment.torch_to_look_at()
     finding = environment.doctor()["altered"]
     assert sorted(environment.said["facts"]["origin"]["altered"]) == ["muladd.py was changed", "py.typed is gone"]
     assert "py.typed is gone" in finding["how"] and str(environment.package) in finding["how"]

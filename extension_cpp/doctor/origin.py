@@ -46,16 +46,10 @@ def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
     folder = package.parent
     for file in (prefix / "conda-meta").glob(f"{NAME}-[0-9]*.json"):
         record = json.loads(text_of(file))
-        paths = {prefix / entry["_path"]: entry for entry in record.get("paths_data", {}).get("paths", [])}
-        if package / "_loader.py" in paths:
+        if package / "_loader.py" in (prefix / name for name in record.get("files", ())):
             channel = re.sub(r"/(linux|osx|win|noarch)[^/]*/[^/]*$", "", record.get("url") or record["channel"])
-            digests = {
-                path: bytes.fromhex(entry.get("sha256_in_prefix") or entry.get("sha256") or "")
-                for path, entry in paths.items()
-                if package in path.parents
-            }
             text = f"conda: {record['version']} {record['build']} from {channel}"
-            return Origin("conda", text, channel, list(altered(digests)))
+            return Origin("conda", text, channel, list(altered(conda_digests(record, package, prefix))))
     if loaded and package.resolve() not in loaded.resolve().parents:
         return Origin("just in time", f"compiled just in time, in {loaded.parent}", str(loaded.parent))
     if (folder / "setup.py").exists() and (folder / "csrc").is_dir():
@@ -75,6 +69,23 @@ def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
         text = f"wheel: {distribution.version}, installed by {by}{f' from {url}' if url else ''}"
         return Origin("wheel", text, url, list(altered(digests)))
     return Origin("unknown", f"unknown: {package} is in no record of conda or pip")
+
+
+def conda_digests(record: dict, package: Path, prefix: Path) -> dict[Path, bytes]:
+    """The files of the package with their SHA-256 digests, if they have one.
+
+    `files` has the path of each file in the environment. In `paths_data` conda keeps the path in the archive, which for a
+    package that suits every Python begins with site-packages/; mamba and rattler have that of the environment there too.
+    """
+    entries = {entry["_path"]: entry for entry in record.get("paths_data", {}).get("paths", [])}
+    digests = {}
+    for name in record["files"]:
+        path = prefix / name
+        if package in path.parents and path.suffix != ".pyc":
+            archived = f"site-packages/{path.relative_to(package.parent).as_posix()}"
+            entry = entries.get(name) or entries.get(archived) or {}
+            digests[path] = bytes.fromhex(entry.get("sha256_in_prefix") or entry.get("sha256") or "")
+    return digests
 
 
 def altered(digests: dict[Path, bytes]) -> Iterator[str]:
