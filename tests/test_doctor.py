@@ -12,8 +12,10 @@ import pty
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -266,17 +268,72 @@ def test_damaged_library(environment, library, damage):
     assert found["damaged"]["how"].startswith(f"{environment.package / library}: {DAMAGES[damage]}")
 
 
-def test_damaged_inside(environment):
-    """Of the right length, but not to be read as what it says it is."""
-    library = environment.package / "_C_cuda.so"
+def hostile_library(what: str) -> bytes:
+    """Of the right length, but its tables say what can't be, or what would take minutes to read."""
     content = bytearray((PACKAGE / "_C.abi3.so").read_bytes())
-    sections = int.from_bytes(content[40:48], "little")
-    content[sections:] = b"\xff" * len(content[sections:])
-    library.write_bytes(content)
+    table, count = int.from_bytes(content[40:48], "little"), int.from_bytes(content[60:62], "little")
+    header = struct.Struct("<IIQQQQIIQQ")
+    sections = [list(header.unpack_from(content, table + header.size * i)) for i in range(count)]
+    symbols = next(section for section in sections if section[1] == 11)
+    names = sections[symbols[6]]
+    many = 1 << 20
+    if what == "tables of nonsense":
+        content[table:] = b"\xff" * len(content[table:])
+        return bytes(content)
+    if what == "sections of no size":
+        content[58:62] = b"\0\0\xff\xff"
+    elif what == "symbols outside of the file":
+        symbols[4:6] = 1 << 62, 24 << 40
+    elif what == "names outside of the file":
+        names[4] = 1 << 62
+    elif what == "names in no section":
+        symbols[6] = 999
+    else:
+        added = many + 1 if what == "too many symbols" else many
+        symbols[4:6], names[4:6] = (len(content), 24 * added), (len(content) + 24 * added, 32 << 20)
+        content += bytes(24 * added) + b"t" * (32 << 20)
+    for i, section in enumerate(sections):
+        header.pack_into(content, table + header.size * i, *section)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "tables of nonsense",
+        "sections of no size",
+        "symbols outside of the file",
+        "names outside of the file",
+        "names in no section",
+        "too many symbols",
+        "names without an end",
+    ],
+)
+def test_damaged_inside(environment, what):
+    """It is found, or what can be read is; within seconds, of which the doctor's other work takes two."""
+    library = environment.package / "_C_cuda.so"
+    library.unlink(missing_ok=True)
+    library.write_bytes(hostile_library(what))
     environment.torch_to_look_at()
+    start = time.monotonic()
     found = environment.doctor()
-    assert list(found) == ["torch-fails", "damaged"]
-    assert f"{library}: its symbols can't be read: " in found["damaged"]["how"]
+    assert time.monotonic() - start < 8
+    if what != "names without an end":
+        assert list(found) == ["torch-fails", "damaged"]
+        assert f"{library}: its symbols can't be read: " in found["damaged"]["how"]
+
+
+@pytest.mark.parametrize("library", ["_C.abi3.so", "_C_cuda.so"])
+def test_not_a_file(environment, library):
+    """A pipe, from which a read would wait forever, for the doctor and for the import."""
+    environment.conda_package()
+    (environment.package / library).unlink(missing_ok=True)
+    os.mkfifo(environment.package / library)
+    environment.own_torch(cuda="'13.0'")
+    start = time.monotonic()
+    found = environment.doctor()
+    assert "damaged" in found and time.monotonic() - start < 60
+    assert found["damaged"]["how"] == f"{environment.package / library}: it is not a regular file"
 
 
 @pytest.mark.parametrize("kind", ["machine", "macOS"])

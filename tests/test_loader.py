@@ -61,12 +61,14 @@ def test_operators_are_exported():
         assert getattr(extension_cpp, name).__doc__
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "text"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "text", "pipe"])
 def test_damaged_c(copy, damage):
     library = copy / "_C.abi3.so"
     content = library.read_bytes()
     library.unlink()
-    if damage != "missing":
+    if damage == "pipe":
+        os.mkfifo(library)
+    elif damage != "missing":
         library.write_bytes({"empty": b"", "truncated": content[: len(content) // 2], "text": b"not a library"}[damage])
     done = python("import extension_cpp", copy.parent)
     assert done.returncode == 1
@@ -114,6 +116,7 @@ DAMAGES = {
     "missing": ("this is the CPU build of extension_cpp", "conda install 'extension_cpp=*=cuda*'"),
     "truncated": ("is damaged, it ends too early", "conda install --force-reinstall extension_cpp"),
     "text": ("_C_cuda.so can't be used with torch", "is damaged, it is no library, but 10 bytes of something else"),
+    "pipe": ("_C_cuda.so can't be used with torch", "is damaged, it is not a regular file"),
 }
 
 
@@ -122,7 +125,9 @@ def test_damaged_c_cuda(copy, damage):
     library = copy / "_C_cuda.so"
     library.unlink(missing_ok=True)
     content = (copy / "_C.abi3.so").read_bytes()
-    if damage != "missing":
+    if damage == "pipe":
+        os.mkfifo(library)
+    elif damage != "missing":
         library.write_bytes({"truncated": content[: len(content) // 2], "text": b"no library"}[damage])
     check_fallback(python(WITHOUT_TRITON + CUDA_TORCH + CALLS_ON_CUDA, copy.parent), *DAMAGES[damage])
 
