@@ -47,7 +47,8 @@ def load(compile_package: Callable[[], dict[str, str]]) -> None:
         import torch
     except ImportError as error:
         how = "pip install torch, or conda install -c conda-forge pytorch"
-        raise ImportError(f"extension_cpp needs PyTorch >= 2.10, and importing torch failed: {error}. {how}") from error
+        what = f"extension_cpp needs PyTorch >= 2.10, and importing torch failed: {error}"
+        raise ImportError(f"{what}. {how}") from error
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
         found = f"{torch.__version__} in {Path(torch.__file__).parent}"
         how = "pip install -U torch, or conda install -c conda-forge 'pytorch>=2.10'"

@@ -97,9 +97,12 @@ def test_an_import_upward_is_found(source, other):
 
 
 def test_imports_of_lower_floors_and_of_others_are_none():
-    source = (
-        "import json, extension_cpp_tools\nfrom torch import extension_cpp\nfrom extension_cpp import _elf, _loader"
-    )
+    lines = [
+        "import json, extension_cpp_tools",
+        "from torch import extension_cpp",
+        "from extension_cpp import _elf, _loader",
+    ]
+    source = "\n".join(lines)
     graph = imports({"__init__": "", "_elf": "", "_loader": "from extension_cpp import _elf", "jit": source})
     assert graph["jit"] == {"_elf", "_loader"} and upward(graph) == set() and circle(graph) == []
 
