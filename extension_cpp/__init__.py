@@ -4,19 +4,22 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 ``torch.ops.extension_cpp.<name>``. ``extension_cpp.nn`` has modules made of them.
 """
 
+import sys
 from typing import Any
 
+# Before the other modules of the package, which an older Python can't read.
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise ImportError(f"extension_cpp needs Python >= 3.10, and {sys.executable} is Python {sys.version.split()[0]}")
+
 from extension_cpp import _loader, jit
+from extension_cpp._loader import load_errors
 from extension_cpp._version import __version__
 
-# `python -m extension_cpp` comes past here too, and has to say what is wrong where torch or a library can't be
-# imported.
-load_errors = _loader.load_errors
-"""Why a native library of this package isn't used: library to reason. Empty when all that is there was loaded."""
-if not _loader.is_program():
-    load_errors.update(_loader.load())
-
 __all__ = ["__version__", "jit", "load_errors"]
+
+# `python -m extension_cpp` imports this module too, and must work if torch or a library can't be imported.
+if not _loader.is_program():
+    _loader.load(jit.load_package)
 
 if _loader.libraries:
     from extension_cpp import nn, ops  # The schemas must be there first.
@@ -27,7 +30,7 @@ if _loader.libraries:
 
 
 def __getattr__(name: str) -> Any:
-    """Of a checkout that was not compiled nothing is there but jit."""
+    """A checkout that was not compiled has nothing but jit."""
     if "_C" in load_errors and not name.startswith("_"):
         raise ImportError(load_errors["_C"])
     raise AttributeError(f"module 'extension_cpp' has no attribute '{name}'")

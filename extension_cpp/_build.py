@@ -1,9 +1,9 @@
-"""How the sources are compiled: flags, architectures and ninja's file, for setup.py and extension_cpp.jit alike.
+"""How the sources are compiled: flags, architectures and ninja's file, for setup.py and extension_cpp.jit.
 
-Needs nothing but the standard library to be imported: setup.py loads this file where the package can't be imported yet.
-Read from the environment:
+Imports only the standard library: setup.py loads this file before the package can be imported.
+Environment variables:
 
-USE_CUDA               1: compile for CUDA, 0: don't; unset: do where nvcc is found
+USE_CUDA               1: compile for CUDA, 0: don't; unset: do if nvcc is found
 CUDA_HOME              where to look for bin/nvcc before PATH
 TORCH_CUDA_ARCH_LIST   "8.0;9.0+PTX"; its default covers Turing to Blackwell
 DEBUG                  1: no optimisation, with debug information
@@ -25,7 +25,7 @@ STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x0
 
 
 class BuildError(RuntimeError):
-    """What the compilation lacks, or what the compiler said."""
+    """What the compilation lacks, or the compiler's message."""
 
 
 def find_nvcc() -> tuple[str | None, str]:
@@ -46,12 +46,25 @@ def find_nvcc() -> tuple[str | None, str]:
 
 
 def architecture_for(gpu: str) -> str:
-    """The architecture to compile for, of a GPU whose own is `gpu`."""
+    """The architecture to compile for a GPU of the architecture `gpu`."""
     return "9.0a" if gpu == "9.0" else gpu
 
 
+def runs_on(architectures: Iterable[str], gpu: tuple[int, int]) -> tuple[bool, bool]:
+    """Whether a GPU can run machine code of one of these architectures, and whether it can run PTX of one."""
+    code = ptx = False
+    for name in architectures:
+        match = re.match(r"(\d+)\.(\d)([af]?)", name)
+        if match:
+            built = int(match[1]), int(match[2])
+            same = built == gpu
+            code |= same if match[3] == "a" else built[0] == gpu[0] and built <= gpu
+            ptx |= name.endswith("+PTX") and (same if match[3] else built <= gpu)
+    return code, ptx
+
+
 def architecture_flags(default: str = ARCHITECTURES) -> list[str]:
-    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST, and the list itself for the library to tell."""
+    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST, and the list itself, which the library contains as text."""
     architectures = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or default)
     flags = [f"-DEXTENSION_CPP_ARCHITECTURES={'/'.join(architectures)}"]
     for arch in architectures:
@@ -67,42 +80,42 @@ def architecture_flags(default: str = ARCHITECTURES) -> list[str]:
 
 def rules(nvcc: str | None, includes: Iterable[str], default_architectures: str = ARCHITECTURES) -> dict[str, str]:
     """The commands of ninja's file, by name: cxx and nvcc compile a file, link_cxx and link_nvcc make a library."""
-    from torch.utils import cpp_extension  # Only to learn where torch's headers and libraries are.
+    from torch.utils import cpp_extension  # Only for the folders of torch's headers and libraries.
 
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
     include, library = cpp_extension.include_paths()[0], cpp_extension.library_paths()[0]
-    # No path of this machine gets into the libraries: messages name csrc/... and include/torch/...
+    # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
     host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0"]
     host += [f"-ffile-prefix-map={include}=include"] if " " not in include else []  # nvcc can't pass a space on
     optimise = "-O0" if debug else "-O3"
     common = ["-std=c++20", "-isystem", include, *STABLE_ABI]
     headers = [flag for path in includes for flag in ("-isystem", path)]
     cxx = shlex.split(os.environ.get("CXX", "c++"))
-    # Through libtorch.so, libtorch_cuda.so comes into scope at load time; a CPU build of torch has no such file.
-    # A build ID would hash the paths of this build, which nothing else in the file depends on.
+    # libtorch.so brings libtorch_cuda.so into scope at load time; a CPU build of torch has no such file.
+    # A build ID would be a hash of this build's paths, which nothing else in the file depends on.
     plain = [] if debug else ["-Wl,-s", "-Wl,--build-id=none"]
-    # libstdc++ comes first: PyTorch's wheels export some of its newer symbols, without the version to be recorded here.
+    # libstdc++ comes first: PyTorch's wheels export some of its newer symbols too, but without a version.
     torch = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
     output = "-MMD -MF $out.d -c $in -o $out"
     env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
     commands = {
-        # Conda's flags have -O2, with which GCC leaves most of the kernels' loops as they are: the last one counts.
+        # The last optimization level counts. Conda's flags have -O2, with which GCC vectorizes few of the kernels' loops.
         "cxx": f"{shlex.join([*cxx, *common, *host, *headers])} {env['CXXFLAGS']} {optimise} {output}",
         "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(torch)} {env['LDFLAGS']}",
     }
     if nvcc:
-        # conda-forge's nvcc brings its own host compiler in these flags.
+        # conda-forge's nvcc gets its host compiler from these flags.
         given = "-ccbin" in os.environ.get("NVCC_PREPEND_FLAGS", "")
         compiler = [nvcc, *([] if given else ["-ccbin", cxx[0]])]
         device = [optimise, *architecture_flags(default_architectures), "--threads=2", "-DUSE_CUDA"]
         device += ["-G"] if debug else ["--compress-mode=size"]
         wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
         linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
-        # NVIDIA's wheels have the runtime in lib, where their nvcc doesn't look.
+        # In NVIDIA's wheels the runtime is in lib, where their nvcc doesn't look.
         runtime = Path(nvcc).resolve().parents[1] / "lib"
         linked += [f"-L{runtime}"] if (runtime / "libcudart_static.a").exists() else []
-        # nvcc makes the names of internal symbols from a random number and the folder; made from the file's name alone,
-        # they are the same in every build.
+        # nvcc names internal symbols by a random number and the folder; named by the file alone, they are the same in
+        # every build.
         names = "--frandom-seed=$in -Xcudafe --orig_src_path_name=$in"
         commands["nvcc"] = f"{shlex.join([*compiler, *common, *device, *wrapped, *headers])} {names} {output}"
         commands["link_nvcc"] = (
@@ -112,14 +125,14 @@ def rules(nvcc: str | None, includes: Iterable[str], default_architectures: str 
 
 
 def escaped(path: Path | str) -> str:
-    """As ninja's file wants it."""
+    """A path as ninja's file has it."""
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def write_ninja(
     file: Path, commands: Mapping[str, str], libraries: Mapping[str, Iterable[str]], folder: str = ""
 ) -> None:
-    """Write what makes `libraries`, each from its sources, .cpp or .cu, into `folder`."""
+    """Write the file that makes `libraries` in `folder`, each from its sources, .cpp or .cu."""
     prefix = f"{escaped(folder)}/" if folder else ""
     lines = [f"builddir = {escaped(folder) or '.'}"]
     for name, command in commands.items():
@@ -140,8 +153,8 @@ def write_ninja(
 
 
 def run_ninja(file: Path, folder: Path) -> Generator[str]:
-    """Compile what has changed; yields ninja's lines and the compilers' as they come. Raises BuildError at the end."""
-    # Ninja's own number is two more than there are cores, and nvcc has two threads.
+    """Compile what has changed; yield the lines that ninja and the compilers print. Raises BuildError if they fail."""
+    # Ninja's default is two more than there are cores, and nvcc uses two threads.
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     command = ["ninja", "-j", jobs, "-f", str(file)]
     try:

@@ -1,7 +1,7 @@
 """Compiles operators just in time: this package's own sources, or yours with the same flags and headers.
 
-For those who develop a kernel, and for machines that no package was built for. Needs a C++20 compiler and ninja, for CUDA
-nvcc as well. What was compiled is kept in a cache, so that the next process only loads it.
+For developing a kernel, and for machines that no package was built for. It needs a C++20 compiler and ninja, and nvcc for
+CUDA. Compiled libraries are kept in a cache, so that the next process only loads them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
-import extension_cpp
-from extension_cpp import _build, _loader
+from extension_cpp import _build, _loader, _machine
 from extension_cpp._build import BuildError
 
 __all__ = ["BuildError", "load", "source_folder"]
@@ -26,26 +26,26 @@ _loaded: dict[Path, bytes] = {}
 
 
 def load(*sources: str | os.PathLike, name: str | None = None) -> None:
-    """Compile and load operators, or only load them where nothing has changed since they were compiled.
+    """Compile and load operators, or only load them if nothing has changed since they were compiled.
 
-    Without arguments: the operators of this package, from its own sources, where it was imported without being compiled.
-    Where compiled libraries are installed, ``EXTENSION_CPP_JIT=1`` in the environment, before the import, lets those
-    that are compiled just in time take their place.
+    Without arguments: the operators of this package, from its own sources, if it was imported without being compiled.
+    If compiled libraries are installed, ``EXTENSION_CPP_JIT=1`` in the environment, before the import, makes the
+    libraries that are compiled just in time take their place.
 
     Args:
-        sources: ``.cpp`` and ``.cu`` files that register operators of yours, on the LibTorch stable ABI. They can include
-            this package's headers, ``check.h``, ``launch.cuh`` and so on. The ``.cpp`` files make one library, the ``.cu``
-            files another, which is left out where torch was built without CUDA.
-        name: what the libraries are called; the name of the first source by default.
+        sources: ``.cpp`` and ``.cu`` files that register your operators, on the LibTorch stable ABI. They can include
+            this package's headers. The ``.cpp`` files make one library, the ``.cu`` files another, which is left out if
+            torch was built without CUDA.
+        name: the name of the libraries; by default that of the first source.
 
-    The cache is in ``TORCH_EXTENSIONS_DIR``, else in ``~/.cache/extension_cpp``: a folder for each set of sources,
-    flags, compilers and versions of torch and CUDA. In it only what has changed is compiled again, by one process at a time.
-    GPUs are compiled for that are in the machine; ``TORCH_CUDA_ARCH_LIST`` names others. ``USE_CUDA``, ``CUDA_HOME``,
+    The cache is in ``TORCH_EXTENSIONS_DIR``, or else in ``~/.cache/extension_cpp``: a folder for each set of sources,
+    flags, compilers and versions of torch and CUDA. Only what has changed is compiled again, by one process at a time.
+    CUDA code is compiled for the GPUs in the machine; ``TORCH_CUDA_ARCH_LIST`` names others. ``USE_CUDA``, ``CUDA_HOME``,
     ``DEBUG``, ``MAX_JOBS``, ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` mean what they mean for ``pip install .``.
 
     Raises:
         BuildError: if a compiler or ninja is missing, or with the compiler's message if it finds an error.
-        RuntimeError: if the operators are registered already, which a process can do once.
+        RuntimeError: if the operators are registered already; a process can register them once.
 
     Example:
         >>> extension_cpp.jit.load("scale.cpp", "scale.cu")
@@ -65,15 +65,16 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
     if _loader.libraries:
         raise RuntimeError(
             f"extension_cpp.jit.load: the operators are registered by {_loader.libraries['_C']}, and a process can "
-            "register them once; EXTENSION_CPP_JIT=1 before the import lets the sources take its place"
+            "register them once; EXTENSION_CPP_JIT=1 before the import makes the sources take its place"
         )
     load_package()
     _loader.just_in_time = True
-    importlib.reload(extension_cpp)
+    # The operators become functions of the package, which has imported this module.
+    importlib.reload(sys.modules[__name__.partition(".")[0]])
 
 
 def load_package() -> dict[str, str]:
-    """Compile and load this package's own libraries; return why one doesn't serve."""
+    """Compile and load this package's own libraries; return why one is missing."""
     folder = source_folder()
     # module.cpp only makes a Python module of _C.
     sources = [path for path in (*folder.glob("*.cpp"), *folder.glob("*.cu")) if path.name != "module.cpp"]
@@ -89,10 +90,10 @@ def load_package() -> dict[str, str]:
 
 def source_folder() -> Path:
     """csrc/ of a checkout, or the copy of it in the package."""
-    inside, beside = _loader.FOLDER / "csrc", _loader.FOLDER.parent / "csrc"
-    folder = inside if inside.is_dir() else beside
+    packaged, checkout = _loader.FOLDER / "csrc", _loader.FOLDER.parent / "csrc"
+    folder = packaged if packaged.is_dir() else checkout
     if not (folder / "module.cpp").exists():
-        raise BuildError(f"extension_cpp.jit.load: the sources are neither in {inside} nor in {beside}")
+        raise BuildError(f"extension_cpp.jit.load: the sources are neither in {packaged} nor in {checkout}")
     return folder
 
 
@@ -102,15 +103,15 @@ def load_once(library: Path) -> None:
     content = hashlib.sha256(library.read_bytes()).digest()
     if _loaded.setdefault(library, content) != content:
         raise RuntimeError(
-            f"extension_cpp.jit.load: {library.name} was loaded, has been compiled anew since, and a process can "
+            f"extension_cpp.jit.load: {library.name} was loaded and has been compiled again since, and a process can "
             "register operators once; start Python again"
         )
     torch.ops.load_library(library)
 
 
 def compile_libraries(sources: list[Path], name: str) -> list[Path]:
-    """The libraries of `sources`, compiled as far as the cache doesn't have them: of .cpp and, under CUDA, of .cu files."""
-    import filelock  # torch needs it too.
+    """The libraries of `sources`, of .cpp files and, with CUDA, of .cu files; only what the cache lacks is compiled."""
+    import filelock  # A dependency of torch.
     import torch
 
     try:
@@ -120,7 +121,7 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
             raise BuildError(f"{sources[0].name} needs nvcc: {why_not}")
         nvcc = nvcc if cuda else None
         folder = source_folder()
-        commands = _build.rules(nvcc, [str(folder)], gpus() if nvcc else "")
+        commands = _build.rules(nvcc, [str(folder)], architectures() if nvcc else "")
         compiler = commands["cxx"].split()[0]
         if not shutil.which(compiler):
             raise BuildError(f"there is no compiler {compiler}: install g++ 11 or newer, or set CXX")
@@ -141,13 +142,10 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
         raise BuildError(f"extension_cpp.jit.load: {error}") from None
 
 
-def gpus() -> str:
-    """What to compile for the GPUs in this machine, as TORCH_CUDA_ARCH_LIST has it; for the package's where there is none."""
-    from extension_cpp import _facts
-
-    facts = _facts.Facts()
-    _facts.read_gpus(facts)
-    return ";".join(sorted({_build.architecture_for(gpu.arch) for gpu in facts.gpus})) or _build.ARCHITECTURES
+def architectures() -> str:
+    """Those of the GPUs in this machine, as TORCH_CUDA_ARCH_LIST has them; without a GPU those of the package."""
+    gpus = _machine.nvidia().gpus
+    return ";".join(sorted({_build.architecture_for(gpu.arch) for gpu in gpus})) or _build.ARCHITECTURES
 
 
 def cache_folder() -> Path:
@@ -156,13 +154,13 @@ def cache_folder() -> Path:
 
 
 def version(compiler: str | None) -> str:
-    """What tells a compiler from the one that is installed in its place: the time and size of its file."""
+    """The time and size of the compiler's file, which differ after another version is installed in its place."""
     found = shutil.which(compiler) if compiler else None
     return f"{os.stat(found).st_mtime_ns} {os.stat(found).st_size}" if found else ""
 
 
 def show(name: str, lines: Generator[str]) -> None:
-    """Show how far ninja is; raise BuildError with what the compiler said where it failed."""
+    """Show ninja's progress; if it fails, raise BuildError with the compiler's message."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -183,7 +181,7 @@ def show(name: str, lines: Generator[str]) -> None:
                 if not console.is_terminal:
                     console.print(f"extension_cpp.jit: compiled {made}, {done} of {total}")
         except BuildError as error:
-            # Ninja says FAILED, the command, what the compiler said, and that it stopped.
+            # Ninja prints FAILED, the command, the compiler's message, and that it stopped.
             failed = r"^FAILED: .*\n.*\n((?:(?!FAILED: |ninja: ).*\n)*)"
             messages = re.findall(failed, "".join(said), flags=re.MULTILINE)
             raise BuildError(f"the compiler found errors\n{''.join(messages)}" if messages else str(error)) from None

@@ -1,5 +1,6 @@
 """What is loaded where, and what a user reads when something can't be."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -60,12 +61,14 @@ def test_operators_are_exported():
         assert getattr(extension_cpp, name).__doc__
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "text"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "text", "pipe"])
 def test_damaged_c(copy, damage):
     library = copy / "_C.abi3.so"
     content = library.read_bytes()
     library.unlink()
-    if damage != "missing":
+    if damage == "pipe":
+        os.mkfifo(library)
+    elif damage != "missing":
         library.write_bytes({"empty": b"", "truncated": content[: len(content) // 2], "text": b"not a library"}[damage])
     done = python("import extension_cpp", copy.parent)
     assert done.returncode == 1
@@ -74,6 +77,8 @@ def test_damaged_c(copy, damage):
     assert "undefined symbol" in message and "GLIBC" in message and "another platform" in message
     if damage == "missing":
         assert f"not compiled: {copy} has" in message
+    else:
+        assert f"{library} is damaged, " in message
 
 
 CUDA_TORCH = "import torch; torch.version.cuda = torch.version.cuda or '13.0'; import extension_cpp"
@@ -110,7 +115,8 @@ def check_fallback(done: subprocess.CompletedProcess, *reasons: str) -> None:
 DAMAGES = {
     "missing": ("this is the CPU build of extension_cpp", "conda install 'extension_cpp=*=cuda*'"),
     "truncated": ("is damaged, it ends too early", "conda install --force-reinstall extension_cpp"),
-    "text": ("_C_cuda.so can't serve under torch", "file too short"),
+    "text": ("_C_cuda.so can't be used with torch", "is damaged, it is no library, but 10 bytes of something else"),
+    "pipe": ("_C_cuda.so can't be used with torch", "is damaged, it is not a regular file"),
 }
 
 
@@ -119,7 +125,9 @@ def test_damaged_c_cuda(copy, damage):
     library = copy / "_C_cuda.so"
     library.unlink(missing_ok=True)
     content = (copy / "_C.abi3.so").read_bytes()
-    if damage != "missing":
+    if damage == "pipe":
+        os.mkfifo(library)
+    elif damage != "missing":
         library.write_bytes({"truncated": content[: len(content) // 2], "text": b"no library"}[damage])
     check_fallback(python(WITHOUT_TRITON + CUDA_TORCH + CALLS_ON_CUDA, copy.parent), *DAMAGES[damage])
 
@@ -141,7 +149,7 @@ def test_triton_serves_without_c_cuda(copy):
 
 
 def fake_driver(folder: Path, version: int) -> str:
-    """A libcuda.so.1 that says which CUDA it serves and can do nothing else; returns where to look for it."""
+    """A libcuda.so.1 that says which CUDA it supports and can do nothing else; returns where to look for it."""
     folder.mkdir()
     source = folder / "driver.c"
     source.write_text(f"int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}\n")
@@ -158,7 +166,7 @@ def test_driver_older_than_the_library(copy, tmp_path):
             stream.write(b"extension_cpp: CUDA 13000, architectures 9.0+PTX;")
     path = fake_driver(tmp_path / "driver", 12040)
     done = python(WITHOUT_TRITON + CUDA_TORCH + CALLS_ON_CUDA, copy.parent, LD_LIBRARY_PATH=path)
-    runtime = "it was built with CUDA 13.0, and the NVIDIA driver serves CUDA 12.4 at most"
+    runtime = "it was built with CUDA 13.0, and the NVIDIA driver supports CUDA 12.4 at most"
     check_fallback(done, runtime, "update the driver, or conda install 'extension_cpp=*=cuda12*'")
 
 
@@ -167,8 +175,10 @@ def test_driver_as_new_as_the_library(copy, tmp_path, version):
     """Any driver of that major version or a newer one will do."""
     path = fake_driver(tmp_path / "driver", version)
     (copy / "library").write_text("extension_cpp: CUDA 13000, architectures 9.0+PTX;")
-    ask = "_loader.driver_version(), _loader.check_driver(_loader.FOLDER / 'library')"
-    done = python(f"import torch; from extension_cpp import _loader; print({ask})", copy.parent, LD_LIBRARY_PATH=path)
+    ask = "_machine.driver_version(), _loader.check_driver(_loader.FOLDER / 'library')"
+    done = python(
+        f"import torch; from extension_cpp import _loader, _machine; print({ask})", copy.parent, LD_LIBRARY_PATH=path
+    )
     assert done.stdout.split() == [str(version), "None"], done.stderr
 
 
@@ -190,6 +200,15 @@ def test_no_torch():
     done = python("sys.modules['torch'] = None; import extension_cpp")
     assert "ImportError: extension_cpp needs PyTorch >= 2.10, and importing torch failed" in done.stderr
     assert "pip install torch" in done.stderr
+
+
+def test_old_python():
+    """Says so, before it imports a module that such a Python can't read."""
+    code = "sys.version_info = (3, 9, 18, 'final', 0)\ntry:\n    import extension_cpp\nfinally:\n    print(list(sys.modules))"
+    done = python(code)
+    assert f"ImportError: extension_cpp needs Python >= 3.10, and {sys.executable} is Python" in done.stderr
+    assert "extension_cpp." not in done.stdout
+    ast.parse((PACKAGE / "__init__.py").read_text(), feature_version=(3, 9))
 
 
 def test_reference_serves_other_devices_and_warns_once(monkeypatch):

@@ -186,7 +186,10 @@ class elementwise:
             self.prepare()
         args = self.operator.all_arguments(args)
         at = self.positions
-        kernel = next(k for k in self.kernels if all(args[at[name]] is not None for name in k.tensors))
+        fitting = (k for k in self.kernels if all(args[at[name]] is not None for name in k.tensors))
+        kernel = next(fitting, None)
+        if kernel is None:  # Which says what is missing.
+            return self.operator.fake(*args)
         inputs = tuple(args[at[name]] for name in kernel.tensors)
         numbers = [half for name in kernel.numbers for half in bits_of(args[at[name]])]
         written = self.operator.written

@@ -5,29 +5,30 @@ from pathlib import Path
 
 from torch_abi_audit import torch_versions
 
-from extension_cpp import __main__, _doctor, _libraries, _mend
-from extension_cpp._facts import Facts, Gpu
-from extension_cpp._libraries import Library
-from extension_cpp._origin import Origin
+from extension_cpp._machine import Gpu
+from extension_cpp.doctor import findings, fixes, libraries, report
+from extension_cpp.doctor.facts import Facts
+from extension_cpp.doctor.libraries import Library
+from extension_cpp.doctor.origin import Origin
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_who_has():
+def test_first_release():
     """Every function of the stable shim that came after 2.10, by its release; of the older ones none."""
     versions = torch_versions.stable_shim_versions()
     assert len(versions) > 200
     for name, (major, minor, _) in versions.items():
         # Single operators per backend, for code that torch.compile exports; no stable header calls them.
         if not re.match(r"aoti_torch_(cpu|cuda|mps|xpu)_", name):
-            assert _libraries.who_has(name) == (f"{major}.{minor}" if (major, minor) > (2, 10) else None), name
-    assert _libraries.who_has("aoti_torch_does_not_exist") is None
+            assert libraries.first_release(name) == (f"{major}.{minor}" if (major, minor) > (2, 10) else None), name
+    assert libraries.first_release("aoti_torch_does_not_exist") is None
 
 
 def test_readme(capsys, monkeypatch):
     """The sample, for a machine of which these are the facts."""
     package = Path("/opt/env/lib/python3.11/site-packages/extension_cpp")
-    monkeypatch.setattr(_mend.shutil, "which", lambda name: None)
+    monkeypatch.setattr(fixes.shutil, "which", lambda name: None)
     facts = Facts(
         package=package,
         prefix=Path("/opt/env"),
@@ -39,7 +40,6 @@ def test_readme(capsys, monkeypatch):
         gpus=[Gpu("NVIDIA H200", (9, 0))],
         conda=True,
     )
-    findings = [finding for finding in _doctor.diagnose(facts) if finding.name != "no-torch"]
-    __main__.doctor(facts, findings)
+    report.doctor(facts, [finding for finding in findings.diagnose(facts) if finding.name != "no-torch"])
     sample = (ROOT / "README.md").read_text().split("<!-- the doctor's words are tested -->\n```\n")[1].split("```")[0]
     assert capsys.readouterr().out.strip() == sample.strip()

@@ -12,7 +12,7 @@ import torch
 from clones import lean
 
 import extension_cpp
-from extension_cpp import _facts, jit
+from extension_cpp import _machine, jit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "jit"
@@ -132,9 +132,9 @@ def test_compile_error(tmp_path):
 
 def test_what_is_compiled_for(monkeypatch):
     """The GPUs that are there, each once, with all the instructions that they have."""
-    gpus = [_facts.Gpu("", architecture) for architecture in ((9, 0), (8, 9), (9, 0))]
-    monkeypatch.setattr(_facts, "read_gpus", lambda facts: facts.gpus.extend(gpus))
-    assert jit.gpus() == "8.9;9.0a"
+    gpus = [_machine.Gpu("", architecture) for architecture in ((9, 0), (8, 9), (9, 0))]
+    monkeypatch.setattr(_machine, "nvidia", lambda: _machine.Nvidia(gpus=gpus))
+    assert jit.architectures() == "8.9;9.0a"
 
 
 def test_two_processes_at_once(tmp_path):
@@ -156,7 +156,7 @@ def test_changed_after_it_was_loaded(tmp_path, monkeypatch):
     jit.load(source)
     jit.load(source)
     source.write_text('extern "C" __attribute__((visibility("default"))) int nothing() { return 1; }\n')
-    with pytest.raises(RuntimeError, match=r"nothing.so was loaded, has been compiled anew since"):
+    with pytest.raises(RuntimeError, match=r"nothing.so was loaded and has been compiled again since"):
         jit.load(source)
 
 

@@ -91,7 +91,7 @@ class TestRecipe:
                 *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
             ]
             driver = [f"__cuda >={cuda[:2]}"] if cuda else []
-            assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver, "rich", "pyelftools"]
+            assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver, "rich"]
             ignored = ["pytorch", "libtorch", *(["cuda-cudart-dev", nvcc] if cuda else [])]
             assert needs["ignore_run_exports"] == {"from_package": ignored}
             number = 200 + int(cuda[:2]) if cuda else 0

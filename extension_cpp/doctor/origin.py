@@ -1,4 +1,4 @@
-"""Where the package came from, what else of it there is, and what conda's solver was told: read from what installers keep."""
+"""Where the package came from, its other copies, and what conda's solver was told, by the records of the installers."""
 
 import base64
 import csv
@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from extension_cpp import _elf
+from extension_cpp._machine import text_of
+
 NAME = "extension_cpp"
 
 
@@ -24,13 +27,13 @@ class Origin:
     """conda, wheel, source, just in time, or unknown."""
     text: str
     source: str = ""
-    """The channel, URL or checkout to have it from again."""
+    """The channel, URL or checkout to install it from again."""
     altered: list[str] = field(default_factory=list)
-    """Files that are not what was installed."""
+    """Files that are gone or were changed since."""
 
 
 @dataclass
-class Wish:
+class Preference:
     """Something that told conda's solver to prefer CPU."""
 
     where: str
@@ -42,17 +45,11 @@ def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
     """By the record of conda or pip that lists the package's files; `loaded` is where _C came from."""
     folder = package.parent
     for file in (prefix / "conda-meta").glob(f"{NAME}-[0-9]*.json"):
-        record = json.loads(file.read_text())
-        paths = {prefix / entry["_path"]: entry for entry in record.get("paths_data", {}).get("paths", [])}
-        if package / "_loader.py" in paths:
+        record = json.loads(text_of(file))
+        if package / "_loader.py" in (prefix / name for name in record.get("files", ())):
             channel = re.sub(r"/(linux|osx|win|noarch)[^/]*/[^/]*$", "", record.get("url") or record["channel"])
-            digests = {
-                path: bytes.fromhex(entry.get("sha256_in_prefix") or entry.get("sha256") or "")
-                for path, entry in paths.items()
-                if package in path.parents
-            }
             text = f"conda: {record['version']} {record['build']} from {channel}"
-            return Origin("conda", text, channel, list(altered(digests)))
+            return Origin("conda", text, channel, list(altered(conda_digests(record, package, prefix))))
     if loaded and package.resolve() not in loaded.resolve().parents:
         return Origin("just in time", f"compiled just in time, in {loaded.parent}", str(loaded.parent))
     if (folder / "setup.py").exists() and (folder / "csrc").is_dir():
@@ -74,16 +71,34 @@ def find_origin(package: Path, prefix: Path, loaded: Path | None) -> Origin:
     return Origin("unknown", f"unknown: {package} is in no record of conda or pip")
 
 
+def conda_digests(record: dict, package: Path, prefix: Path) -> dict[Path, bytes]:
+    """The files of the package with their SHA-256 digests, if they have one.
+
+    `files` has the path of each file in the environment. In `paths_data` conda keeps the path in the archive, which for a
+    package that suits every Python begins with site-packages/; mamba and rattler have that of the environment there too.
+    """
+    entries = {entry["_path"]: entry for entry in record.get("paths_data", {}).get("paths", [])}
+    digests = {}
+    for name in record["files"]:
+        path = prefix / name
+        if package in path.parents and path.suffix != ".pyc":
+            archived = f"site-packages/{path.relative_to(package.parent).as_posix()}"
+            entry = entries.get(name) or entries.get(archived) or {}
+            digests[path] = bytes.fromhex(entry.get("sha256_in_prefix") or entry.get("sha256") or "")
+    return digests
+
+
 def altered(digests: dict[Path, bytes]) -> Iterator[str]:
     """Which files differ from their SHA-256 digests, or are gone."""
     for path, digest in digests.items():
         if not path.exists():
             yield f"{path.name} is gone"
-        elif digest and hashlib.sha256(path.read_bytes()).digest() != digest:
+        elif digest and (not path.is_file() or hashlib.sha256(_elf.read(path)).digest() != digest):
             yield f"{path.name} was changed"
 
 
 def other_copies(package: Path) -> list[Path]:
+    """Further copies that Python could find."""
     folders = [Path(entry or ".") / NAME for entry in sys.path]
     for distribution in importlib.metadata.distributions(name=NAME):
         url = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -99,47 +114,43 @@ def wants_cpu(spec: str) -> bool:
     return name in ("cpuonly", "pytorch-cpu") or (name in builds and re.search(r"\bcpu", rest) is not None)
 
 
-def cpu_wishes(prefix: Path) -> Iterator[Wish]:
-    """What told the solver of this environment to prefer CPU, by the files that conda, mamba and pixi keep."""
+def cpu_preferences(prefix: Path) -> Iterator[Preference]:
+    """What told the solver of this environment to prefer CPU, by the files of conda, mamba and pixi."""
     meta = prefix / "conda-meta"
     asked: dict[str, tuple[str, str]] = {}
     history = meta / "history"
-    for kind, specs in re.findall(r"^# (\w+) specs: \[(.*)\]", read(history), re.MULTILINE):
+    for action, specs in re.findall(r"^# (\w+) specs: \[(.*)\]", text_of(history), re.MULTILINE):
         for spec in re.findall(r"['\"](.+?)['\"]", specs):
             name = re.split(r"[\s=<>!\[]", spec.split("::")[-1])[0]
-            asked[name] = ("" if kind == "remove" else spec, str(history))
+            asked[name] = ("" if action == "remove" else spec, str(history))
     for file in (*meta.glob("pytorch-[0-9]*.json"), *meta.glob(f"{NAME}-[0-9]*.json")):
-        record = json.loads(file.read_text())
+        record = json.loads(text_of(file))
         for spec in (*record.get("requested_specs", ()), record.get("requested_spec")):
             if spec and spec != "None":
                 asked.setdefault(record["name"], (spec, str(file)))
     for name, (spec, where) in asked.items():
         if wants_cpu(spec):
             remove = f"conda remove -p {prefix} {name}" if name in ("cpuonly", "pytorch-cpu") else ""
-            yield Wish(where, f"it was asked for '{spec}'", remove)
+            yield Preference(where, f"it was asked for '{spec}'", remove)
     for file in (meta / "pinned", prefix / ".condarc", Path.home() / ".condarc"):
-        for line in read(file).splitlines():
+        for line in text_of(file).splitlines():
             spec = line.strip().removeprefix("- ").strip("'\" ")
             if wants_cpu(spec):
                 pattern = re.sub(r"([][\\.*^$/])", r"\\\1", line)
-                yield Wish(str(file), f"it pins '{spec}'", f"sed -i.bak {shlex.quote(f'/^{pattern}$/d')} {file}")
-    stored = json.loads(read(meta / "state") or "{}").get("env_vars", {})
+                yield Preference(str(file), f"it pins '{spec}'", f"sed -i.bak {shlex.quote(f'/^{pattern}$/d')} {file}")
+    stored = json.loads(text_of(meta / "state") or "{}").get("env_vars", {})
     if stored.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
         undo = f"conda env config vars unset CONDA_OVERRIDE_CUDA -p {prefix}"
-        yield Wish(str(meta / "state"), "CONDA_OVERRIDE_CUDA is empty: the solver sees no driver", undo)
+        yield Preference(str(meta / "state"), "CONDA_OVERRIDE_CUDA is empty: the solver sees no driver", undo)
     elif os.environ.get("CONDA_OVERRIDE_CUDA", "set").strip() == "":
         what = "CONDA_OVERRIDE_CUDA is empty: the solver sees no driver"
-        yield Wish("the environment variables", what, "unset CONDA_OVERRIDE_CUDA")
+        yield Preference("the environment variables", what, "unset CONDA_OVERRIDE_CUDA")
     manifest = pixi_manifest(prefix)
-    if manifest and not re.search(r"^[^#]*\bcuda\s*=", read(Path(manifest)), re.MULTILINE):
+    if manifest and not re.search(r"^[^#]*\bcuda\s*=", text_of(Path(manifest)), re.MULTILINE):
         undo = f"pixi workspace system-requirements add --manifest-path {manifest} cuda 12"
-        yield Wish(manifest, "it declares no CUDA, so pixi solves as for a machine without a driver", undo)
+        yield Preference(manifest, "it declares no CUDA, so pixi solves as for a machine without a driver", undo)
 
 
 def pixi_manifest(prefix: Path) -> str:
-    """The file that pixi made this environment from, or nothing where it didn't."""
-    return json.loads(read(prefix / "conda-meta" / "pixi") or "{}").get("manifest_path", "")
-
-
-def read(file: Path) -> str:
-    return file.read_text(errors="replace") if file.is_file() else ""
+    """The file that pixi made this environment from, or nothing if it didn't."""
+    return json.loads(text_of(prefix / "conda-meta" / "pixi") or "{}").get("manifest_path", "")

@@ -1,4 +1,4 @@
-"""The commands that mend: by conda or pixi where they have installed it, else by pip."""
+"""The commands that fix what is wrong: of conda or pixi for what they have installed, else of pip."""
 
 import importlib.metadata
 import os
@@ -8,10 +8,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from extension_cpp._facts import Facts
-from extension_cpp._origin import NAME
+from extension_cpp._machine import text_of
+from extension_cpp.doctor.facts import Facts
+from extension_cpp.doctor.origin import NAME
 
-DRIVERS = {12: 525, 13: 580}  # The first driver that serves a CUDA of that major version.
+DRIVERS = {12: 525, 13: 580}  # The first driver that supports CUDA of that major version.
 
 
 def pip(arguments: str) -> str:
@@ -19,7 +20,7 @@ def pip(arguments: str) -> str:
 
 
 def conda(facts: Facts, *specs: str, again: bool = False) -> str:
-    """Install by whatever manages this environment; `again` what is there already."""
+    """Install with what manages this environment; with `again`, what is installed already."""
     wanted = " ".join(shlex.quote(spec) for spec in specs)
     if facts.pixi and again:
         names = " ".join(re.split("[=<>]", spec)[0] for spec in specs)
@@ -41,17 +42,17 @@ def by_conda(facts: Facts) -> bool:
 def install_torch(
     facts: Facts, build: str = "", cuda: int | None = None, version: str = "2.10", again: bool = False
 ) -> str:
-    """A torch that is new enough, in conda's build or pip's for a CUDA major version; or `again` this one."""
+    """A torch that is new enough, of that build of conda's or for that CUDA major version of pip's; or this one `again`."""
     if by_conda(facts):
         return conda(facts, f"pytorch>={version}=*{build}*" if build else f"pytorch>={version}", again=again)
     if cuda is None:
         return pip(f"install {'--force-reinstall' if again else '--upgrade'} 'torch>={version}'")
-    # What PyPI has of torch is built with CUDA: 2.10 with 12.8, later ones with 13.
+    # On PyPI torch 2.10 is built with CUDA 12.8, later versions with CUDA 13.
     return pip(f"install --force-reinstall 'torch{f'>={version}' if cuda >= 13 else '==2.10.*'}'")
 
 
 def install_package(facts: Facts, build: str = "", same: bool = True, **variables: str) -> str:
-    """The package again; with `build`, in that variant; with variables, or where not the `same` will do, compiled here."""
+    """The package again, in the variant `build` if given; compiled here if it must not be the `same`, or with variables."""
     origin = facts.origin
     if origin.kind == "conda" and not variables:
         return conda(facts, f"{NAME}=*={build}*") if build else conda(facts, f"{NAME}={facts.version}", again=True)
@@ -95,16 +96,18 @@ def unhide(facts: Facts) -> str:
 
 
 def remove(file: Path, facts: Facts) -> str:
-    """Take a library out of the process: by the variable or the package that brought it."""
+    """Keep a library out of the process, through the variable or the package that brings it."""
     for variable in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
         named = [Path(entry) for entry in re.split("[: ]", os.environ.get(variable, "")) if entry]
         if file in named or file.parent in named:
             return f"unset {variable}"
     for record in (facts.prefix / "conda-meta").glob("*.json"):
-        if f'"{os.path.relpath(file, facts.prefix)}"' in record.read_text():
+        if f'"{os.path.relpath(file, facts.prefix)}"' in text_of(record):
             return f"conda remove -p {facts.prefix} --force {record.stem.rsplit('-', 2)[0]}"
     for distribution in importlib.metadata.distributions():
-        if file.name not in (distribution.read_text("RECORD") or ""):  # Some have ten thousand lines.
+        if file.name not in (
+            distribution.read_text("RECORD") or ""
+        ):  # `files` takes long for some, with ten thousand lines.
             continue
         named = [
             Path(str(distribution.locate_file(entry))) for entry in distribution.files or () if entry.name == file.name

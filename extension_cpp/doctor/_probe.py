@@ -1,6 +1,6 @@
-"""Imports torch and then the package, and prints what can only be seen from inside: one JSON object a step.
+"""Imports torch and then the package, and prints what can only be seen after that: one JSON object after each step.
 
-The doctor runs this file in a process of its own, which may fail or die; the steps before that were printed.
+The doctor runs this file in another process. If that fails or dies, the steps before were printed.
 """
 
 import json
@@ -16,7 +16,7 @@ def tell(**facts: Any) -> None:
 
 
 def mapped(pattern: str) -> list[str] | None:
-    """The files in this process whose name matches; None where the system doesn't say."""
+    """The files that this process has mapped and whose name matches; None if the system doesn't tell."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -26,10 +26,12 @@ def mapped(pattern: str) -> list[str] | None:
 
 
 def backends(torch: Any, extension_cpp: Any) -> dict[str, dict[str, str]]:
-    """Which implementation serves each operator on each type of device that this torch can have."""
-    served = extension_cpp.backends()
+    """The backend of each operator on each device type that this torch can have."""
     without = () if torch.version.cuda or torch.version.hip else ("cuda",)
-    return {name: {k: v for k, v in by_kind.items() if k not in without} for name, by_kind in served.items()}
+    return {
+        name: {device_type: backend for device_type, backend in used.items() if device_type not in without}
+        for name, used in extension_cpp.backends().items()
+    }
 
 
 def main() -> None:
