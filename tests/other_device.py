@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import FLOATING, Contract, Operator, clone, gradients, map_tensors, run, same_bits, tensors
+from contract import FLOATING, Case, Contract, clone, gradients, map_tensors, run, tensors
 from torch.utils import cpp_extension
 
 import extension_cpp
@@ -35,7 +35,7 @@ def make_device(folder: str) -> None:
     torch._register_device_module("other", module)
 
 
-def operators() -> list[Operator]:
+def operators() -> list[Case]:
     modules = [
         importlib.import_module(path.stem) for path in sorted(HERE.glob("test_*.py")) if "Contract" in path.read_text()
     ]
@@ -47,7 +47,7 @@ def there(args: tuple) -> tuple:
     return map_tensors(lambda t: clone(t).to("other"), args)
 
 
-def check_values(op: Operator) -> None:
+def check_values(op: Case) -> None:
     for dtype in op.dtypes:
         for args in op.samples("cpu", dtype):
             results = run(op, op.function, there(args))
@@ -56,7 +56,7 @@ def check_values(op: Operator) -> None:
                 torch.testing.assert_close(got.cpu(), want, equal_nan=True)
 
 
-def check_gradients(op: Operator) -> None:
+def check_gradients(op: Case) -> None:
     for args in op.samples("cpu", torch.float64):
         if sum(t.numel() for t in tensors(args)) <= 100:
             leaves, copies = (
@@ -67,15 +67,15 @@ def check_gradients(op: Operator) -> None:
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def check_compiled(op: Operator) -> None:
+def check_compiled(op: Case) -> None:
     torch._dynamo.reset()
     args = next(iter(op.samples("cpu", torch.float32)))
     compiled = torch.compile(op.function, fullgraph=True, backend="aot_eager")
     for got, want in zip(run(op, compiled, there(args)), run(op, op.reference, map_tensors(clone, args)), strict=True):
-        assert same_bits(got.cpu(), want), op.name
+        torch.testing.assert_close(got.cpu(), want, equal_nan=True)
 
 
-def check_errors(op: Operator) -> None:
+def check_errors(op: Case) -> None:
     for args, message in op.errors("cpu"):
         args = map_tensors(lambda t: t.detach().to("other").requires_grad_(t.requires_grad), args)
         if "overlap" not in message:  # A copy overlaps nothing.

@@ -52,7 +52,11 @@ def test_opcheck(device, requires_grad):
     for args in muladd_samples(device, requires_grad):
         opcheck(torch.ops.extension_cpp.mymuladd.default, args)
     for args in add_out_samples(device, requires_grad):
-        opcheck(torch.ops.extension_cpp.myadd_out.default, args)
+        if requires_grad:  # As with PyTorch's own functions with `out`.
+            with pytest.raises(RuntimeError, match="myadd_out: a must not require a gradient"):
+                torch.ops.extension_cpp.myadd_out(*args)
+        else:
+            opcheck(torch.ops.extension_cpp.myadd_out.default, args)
 
 
 def test_reduce_overhead(device):
