@@ -76,12 +76,14 @@ build/nvcc/.ready: channel/wheels.txt | $(VENV)/.ready
 env: $(CONDA)/.ready
 	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.env
 
-# COMPARE=<commit> says what became faster or slower since that commit's results; BENCH has the harness's own options.
+# Alone it measures everything, saves and draws. BENCH has options, and COMPARE=<commit> says what became faster or slower
+# since that commit's results: with either nothing is saved, unless BENCH has --save, which `make report` draws then.
 bench: build
-	$(RUN) -m benchmarks $(BENCH) $(if $(COMPARE),--compare $(COMPARE))
-	$(RUN) -m benchmarks.report
+	$(RUN) -m benchmarks $(or $(BENCH),$(if $(COMPARE),,--save)) $(if $(COMPARE),--compare $(COMPARE))
+	$(if $(BENCH)$(COMPARE),,$(RUN) -m benchmarks.report)
 
-# A short form, of the package as it is installed; it fails where an operator fell behind its peer by more than the noise.
+# A short form, of the package as it is installed; it fails where an operator fell behind its peer by more than the noise,
+# and decides nothing while the machine is busy.
 bench-check: package
 	rm -rf build/bench-check && mkdir -p build/bench-check && cp -r benchmarks build/bench-check
 	cd build/bench-check && ../../dist/env/cpu/bin/python -m benchmarks --check

@@ -277,7 +277,7 @@ for name in {list(OPERATORS)}:
         ("name", "by"),
         [
             ("nms", "benchmarks/bench_nms.py"),
-            ("overview", "benchmarks/pictures/overview-dark.svg"),
+            ("overview", "benchmarks/pictures/overview-speed.svg"),
             ("mymul_backward", "another name in the code"),
         ],
     )
@@ -311,7 +311,7 @@ class TestRemove:
         measured = (ROOT / "benchmarks" / "results" / "muladd-cpu.jsonl").read_text()
         (results / "scale-cpu.jsonl").write_text(re.sub("mymuladd|muladd", "scale", measured))
         checkout.run("benchmarks.report")
-        assert (checkout.path / "benchmarks" / "pictures" / "scale-dark.svg").exists()
+        assert (checkout.path / "benchmarks" / "pictures" / "scale-speed.svg").exists()
         (checkout.path / "csrc" / "positive.cpp").open("a").write("// Mine.\n")
         for name in OPERATORS:
             checkout.run("templates.op", "remove", name, *(["--force"] if name == "positive" else []))
