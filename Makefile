@@ -7,9 +7,10 @@ CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 
-.PHONY: test test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
+	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
@@ -21,12 +22,27 @@ GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/n
     grep -xE '7\.5|[89]\.[0-9]|[1-9][0-9]\.[0-9]' | sed 's/^9.0$$/9.0a/' | sort -uV)
 .PHONY: build
 build: $(VENV)/.ready
+	@echo "compiling what has changed in csrc/: all of it takes half a minute, with CUDA minutes"
 	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),$(or $(GPUS),9.0a)+PTX)" $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
-test: build lint
-	$(PYTEST) -m "not packages"
+# The tests run whatever lint finds, so that one run reports both.
+define lint-and-test
+@$(MAKE) --no-print-directory build
+@$(MAKE) --no-print-directory lint; linted=$$?; $(PYTEST) -m "$(1)"; tested=$$?; \
+    test $$linted = 0 || echo "make $@: lint failed, its messages are above the tests: make format fixes most of them"; \
+    exit $$((linted ? linted : tested))
+endef
+
+test:
+	@echo "make test: compiles, lints and tests; usually five minutes on two cores, and two more to make $(VENV) first"
+	$(call lint-and-test,not packages and not long)
+
+# Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.
+test-all:
+	@echo "make test-all: compiles, lints and tests; usually fifteen minutes on two cores"
+	$(call lint-and-test,not packages)
 
 # Of what `make package VARIANT=all` makes, beyond the tests that the packages carry.
 test-packages: build
@@ -96,13 +112,13 @@ matrix: build
 	$(MAKE) package VARIANT=all
 	$(RUN) tests/checkout/matrix.py $(MATRIX)
 
-lint: build
+lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror csrc/*
 
-format: build
+format: $(VENV)/.ready
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
