@@ -2,7 +2,7 @@
 
 make bench                                    all, saved and drawn
 make bench BENCH="--op package --device cpu"  one family on one device: look only
-make bench BENCH="--op nms --save"            and keep the results; `make report` draws them
+make bench BENCH="--op package --save"        and keep the results; `make report` draws them
 make bench COMPARE=v0.1.0                     look only: what became faster or slower since those results
 """
 
