@@ -31,7 +31,7 @@ PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadsco
 define lint-and-test
 @$(MAKE) --no-print-directory build
 @$(MAKE) --no-print-directory lint; linted=$$?; $(PYTEST) -m "$(1)"; tested=$$?; \
-    test $$linted = 0 || echo "make $@: lint failed, its messages are above the tests: make format fixes most of them"; \
+    test $$linted = 0 || echo "make $@: lint failed, its messages are above the tests: make format fixes what it can"; \
     exit $$((linted ? linted : tested))
 endef
 
