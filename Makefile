@@ -7,9 +7,10 @@ CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 
-.PHONY: test test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
+	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
@@ -21,12 +22,27 @@ GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/n
     grep -xE '7\.5|[89]\.[0-9]|[1-9][0-9]\.[0-9]' | sed 's/^9.0$$/9.0a/' | sort -uV)
 .PHONY: build
 build: $(VENV)/.ready
+	@echo "compiling what has changed in csrc/: all of it takes half a minute, with CUDA minutes"
 	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),$(or $(GPUS),9.0a)+PTX)" $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
-test: build lint
-	$(PYTEST) -m "not packages"
+# The tests run whatever lint finds, so that one run reports both.
+define lint-and-test
+@$(MAKE) --no-print-directory build
+@$(MAKE) --no-print-directory lint; linted=$$?; $(PYTEST) -m "$(1)"; tested=$$?; \
+    test $$linted = 0 || echo "make $@: lint failed, its messages are above the tests: make format fixes what it can"; \
+    exit $$((linted ? linted : tested))
+endef
+
+test:
+	@echo "make test: compiles, lints and tests; usually five minutes on two cores, and two more to make $(VENV) first"
+	$(call lint-and-test,not packages and not long)
+
+# Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.
+test-all:
+	@echo "make test-all: compiles, lints and tests; usually fifteen minutes on two cores"
+	$(call lint-and-test,not packages)
 
 # Of what `make package VARIANT=all` makes, beyond the tests that the packages carry.
 test-packages: build
@@ -76,12 +92,14 @@ build/nvcc/.ready: channel/wheels.txt | $(VENV)/.ready
 env: $(CONDA)/.ready
 	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.env
 
-# COMPARE=<commit> says what became faster or slower since that commit's results; BENCH has the harness's own options.
+# Alone it measures everything, saves and draws. BENCH has options, and COMPARE=<commit> says what became faster or slower
+# since that commit's results: with either nothing is saved, unless BENCH has --save, which `make report` draws then.
 bench: build
-	$(RUN) -m benchmarks $(BENCH) $(if $(COMPARE),--compare $(COMPARE))
-	$(RUN) -m benchmarks.report
+	$(RUN) -m benchmarks $(or $(BENCH),$(if $(COMPARE),,--save)) $(if $(COMPARE),--compare $(COMPARE))
+	$(if $(BENCH)$(COMPARE),,$(RUN) -m benchmarks.report)
 
-# A short form, of the package as it is installed; it fails where an operator fell behind its peer by more than the noise.
+# A short form, of the package as it is installed; it fails where an operator fell behind its peer by more than the noise,
+# and decides nothing while the machine is busy.
 bench-check: package
 	rm -rf build/bench-check && mkdir -p build/bench-check && cp -r benchmarks build/bench-check
 	cd build/bench-check && ../../dist/env/cpu/bin/python -m benchmarks --check
@@ -94,13 +112,13 @@ matrix: build
 	$(MAKE) package VARIANT=all
 	$(RUN) tests/checkout/matrix.py $(MATRIX)
 
-lint: build
+lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror csrc/*
 
-format: build
+format: $(VENV)/.ready
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 	$(VENV)/bin/clang-format -i csrc/*

@@ -1,8 +1,9 @@
-"""`make bench`: times every operator that has a benchmark, on the devices present, and leaves results and a report.
+"""Times every operator that has a benchmark, on the devices present; with --save the results are kept.
 
-make bench BENCH="--op package --device cpu"  one family, one device
-make bench BENCH="--no-save"                  look only
-make bench COMPARE=v0.1.0                     and say what became faster or slower since those results
+make bench                                    all, saved and drawn
+make bench BENCH="--op package --device cpu"  one family on one device: look only
+make bench BENCH="--op package --save"        and keep the results; `make report` draws them
+make bench COMPARE=v0.1.0                     look only: what became faster or slower since those results
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import extension_cpp
-from benchmarks import compare, harness, records, show
-from benchmarks.records import Results, ResultsError
+from benchmarks import compare, harness, limits, records
+from benchmarks.harness import Clock
+from benchmarks.load import Load
+from benchmarks.records import BEHIND, Results, ResultsError
+from benchmarks.report import words
 
 FAMILIES = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
 
@@ -50,29 +54,39 @@ def cases(family: str, device: str) -> Iterator[harness.Case]:
     return importlib.import_module(f"benchmarks.bench_{family}").cases(device)
 
 
-def measure(family: str, device: str, commit: str, console: Console) -> Results:
-    """All cases of a family on a device, one after another."""
+def say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False)
+
+
+def measure(family: str, device: str, commit: str, console: Console, clock: Clock) -> tuple[Results, list[str]]:
+    """All cases of a family on a device, one after another; and what went wrong with the cases that have no results."""
     listed = list(cases(family, device))
     listed += [case for case in harness.short_form(listed) if case.threads]
     needed = {harness.dtype_name(case.dtype) or "float32" for case in listed if case.operations}
     found: list[dict] = []
+    failed: list[str] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{family} on {device}: ceilings", total=len(listed))
-        ceilings = harness.ceilings(device, needed) if any(case.bytes or case.operations for case in listed) else {}
+        task = progress.add_task(f"{family} on {device}: limits", total=len(listed))
+        ceilings = limits.measure(device, needed) if any(case.bytes or case.operations for case in listed) else {}
         # Taken off the list, so that what a case holds is freed when its turn is over.
         while listed:
             case = listed.pop(0)
             progress.update(task, description=f"{family} on {device}: {case.op}, {case.name}")
             try:
-                found += harness.measure(case)
+                found += harness.measure(case, clock)
             except harness.Unavailable as reason:
-                console.print(f"not measured: {case.op}: {case.name}: {reason}", highlight=False)
+                say(console, f"not measured: {case.op}: {case.name}: {reason}")
+            except harness.Disagreement as error:
+                hint = f"if that is rounding, benchmarks/bench_{family}.py allows it with Case(tolerance=...)"
+                failed.append(f"{error}\n{hint}")
+            except Exception as error:  # One case must not cost the results of all others.
+                failed.append(f"{case.op}: {case.name} on {device}: {type(error).__name__}: {error}")
             progress.advance(task)
-    return Results(records.header(family, device, commit, ceilings), found)
+    return Results(records.header(family, device, commit, ceilings), found), failed
 
 
-def check(pairs: list[tuple[str, str]], console: Console) -> int:
-    """The short form: fails where a ratio to a peer fell by more than its noise."""
+def check(pairs: list[tuple[str, str]], console: Console, clock: Clock, load: Load) -> int:
+    """The short form: fails where a ratio to a peer fell by more than its noise, unless the machine is too busy to tell."""
     slower = []
     for family, device in pairs:
         if not any(case.short for case in cases(family, device)):
@@ -80,16 +94,19 @@ def check(pairs: list[tuple[str, str]], console: Console) -> int:
         try:
             then = records.load_one(family, device)
         except ResultsError as reason:
-            console.print(f"not compared: {reason}", highlight=False)
+            say(console, f"not compared: {reason}")
             continue
         machine = records.machine(device)
         same = machine == then.header["machine"]
-        found = compare.check(cases(family, device), then, same)
+        found = compare.check(cases(family, device), then, same, load, clock)
         where = "" if same else f"; the committed results are of {then.header['machine']}"
         console.print(compare.table(f"{family}, {machine}{where}", found))
         slower += [change for change in found if change.verdict == "slower"]
     for change in slower:
         console.print(f"[red]slower:[/red] {change}", highlight=False)
+    if disturbed := load.disturbed():
+        say(console, f"nothing is decided, as the machine is busy: {disturbed}")
+        return 0
     return 1 if slower else 0
 
 
@@ -105,7 +122,7 @@ def earlier(commit: str, pairs: list[tuple[str, str]], console: Console) -> dict
     if not found:
         raise ResultsError("; ".join(dict.fromkeys(reasons)))
     for line in reasons:
-        console.print(f"not compared: {line}", highlight=False)
+        say(console, f"not compared: {line}")
     return found
 
 
@@ -114,7 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", type=family_of, action="append", help="a family or an operator of it; all without it")
     parser.add_argument("--device", type=device, action="append", help="a device; all present without it")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--no-save", action="store_true", help="print, but leave the committed results alone")
+    parser.add_argument("--save", action="store_true", help="keep the results in benchmarks/results; else only print")
     parser.add_argument(
         "--compare", metavar="COMMIT", help="say what became faster or slower than that commit's results"
     )
@@ -123,7 +140,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, clock: Clock = time.perf_counter, load: Load | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     console = Console(width=None if Console().is_terminal else 150)
@@ -131,30 +148,49 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = [(family, device) for family, device in pairs if next(cases(family, device), None)]
     try:
         if options.check:
-            return check(pairs, console)
+            return check(pairs, console, clock, load or Load())
         then = earlier(options.compare, pairs, console) if options.compare else {}
     except ResultsError as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1
     commit = options.commit or records.commit()
+    measured: list[Results] = []
+    failed: list[str] = []
     for pair in pairs:
-        start = time.monotonic()
-        results = measure(*pair, commit, console)
-        console.print(show.table(results))
-        console.print(f"{pair[0]} on {pair[1]} took {time.monotonic() - start:.0f} s", highlight=False)
+        start = clock()
+        results, wrong = measure(*pair, commit, console, clock)
+        measured, failed = [*measured, results], [*failed, *wrong]
+        console.print(words.table(results))
+        say(console, f"{pair[0]} on {pair[1]} took {clock() - start:.0f} s")
         if disturbed := compare.noisy(results):
             count = f"{len(disturbed)} of {len(results.cases())} cases"
             note = f"the machine was busy, {count} moved by more than {compare.NOISY:.0%} between rounds; the first:"
             console.print(f"[yellow]note:[/yellow] {note} {disturbed[0]}", highlight=False)
-        if not options.no_save:
+        if options.save:
             results.save()
         if pair in then:
             found, left_out = compare.changes(then[pair], results)
             title = f"{pair[0]} since {then[pair].header['commit']}: times ours that the best peer takes"
             console.print(compare.table(title, found))
             for line in left_out:
-                console.print(f"not compared: {line}", highlight=False)
-    return 0
+                say(console, f"not compared: {line}")
+    conclude(measured, failed, console, options.save)
+    return 1 if failed else 0
+
+
+def conclude(measured: list[Results], failed: list[str], console: Console, saved: bool) -> None:
+    """What the user should act on, after all tables."""
+    behind = words.behind(measured)
+    say(console, f"below {BEHIND} of the best peer: {len(behind)} of {sum(len(r.cells()) for r in measured)} cells")
+    for line in behind:
+        say(console, f"  {line}")
+    for text in failed:
+        console.print("[red]error:[/red]", end=" ")
+        say(console, text)
+    kept = "the results are in benchmarks/results: make report" if saved else "nothing was saved: --save keeps results"
+    if failed:
+        kept += f"; {len(failed)} cases failed and are not in them"
+    say(console, kept)
 
 
 if __name__ == "__main__":

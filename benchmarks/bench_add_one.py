@@ -1,4 +1,4 @@
-"""add_one and my_op beside what one would use instead."""
+"""add_one and my_op compared with what one would use instead."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.bench_muladd import DTYPES, sizes, vectors
-from benchmarks.contenders import backward, compiled
+from benchmarks.contenders import DTYPES, backward, compiled, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops.add_one import add_one_reference, my_op_reference
 

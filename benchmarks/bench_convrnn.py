@@ -1,4 +1,4 @@
-"""convrnn_forward beside the loop over time that one would write in PyTorch's operators."""
+"""convrnn_forward compared with the loop over time that one would write in PyTorch's operators."""
 
 from __future__ import annotations
 

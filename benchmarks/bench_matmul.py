@@ -1,4 +1,4 @@
-"""matmul beside torch.matmul."""
+"""matmul compared with torch.matmul."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mymuladd, mymul and myadd_out beside what one would use instead."""
+"""mymuladd, mymul and myadd_out compared with what one would use instead."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import backward, compiled, graphed
+from benchmarks.contenders import DTYPES, backward, compiled, graphed, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops import _backends, muladd
 
 FRESH = (26,)  # On the CPU: what memory that is fresh for every result costs.
 LEAST_GRAPH = 20  # Below, a CUDA graph shows the time of its launch.
-DTYPES = (torch.float32, torch.bfloat16)
 C = 1.5
-
-
-def sizes(device: str, dtype: torch.dtype) -> tuple[int, ...]:
-    """Logarithms of the numbers of elements."""
-    if device == "cuda":
-        return (10, 16, 20, 24, 28)
-    return (10, 16, 20) if dtype == torch.float32 else (16, 20)
 
 
 def mymuladd(a: Tensor, b: Tensor) -> Tensor:
@@ -50,10 +42,6 @@ def peers(device: str, dtype: torch.dtype) -> dict[str, Function]:
         "addcmul": addcmul(device, dtype),
         "compiled a*b+c": compiled(eager),
     }
-
-
-def vectors(device: str, dtype: torch.dtype, n: int, count: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: tuple(torch.randn(n, device=device).to(dtype) for _ in range(count))
 
 
 def forward(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
@@ -112,7 +100,7 @@ def cached(dtype: torch.dtype, log2: int) -> Case:
 
 
 def in_triton(dtype: torch.dtype, log2: int) -> Iterator[Case]:
-    """What serves beside a CUDA torch where the CUDA library doesn't: how much of its kernels' speed is left.
+    """What is used with a CUDA torch where the CUDA library is not: how much of its kernels' speed is left.
 
     As CUDA graphs, as a launch by Triton may take longer than the flush of the cache that hides it.
     """

@@ -1,19 +1,15 @@
-"""nms and batched_nms beside torchvision's, or where that is not installed, on the CPU, beside the plain double loop."""
+"""nms and batched_nms compared with torchvision's or, where that is not installed, on the CPU with the plain double loop."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import graphed
+from benchmarks.contenders import compiled_cpp, graphed
 from benchmarks.harness import OURS, Case, reported
 from extension_cpp.ops.nms import batched_nms_reference, nms_padded_reference, nms_reference
 
@@ -50,22 +46,14 @@ extern "C" int64_t loop(const float (*b)[4], const int64_t* order, int64_t n, do
 """
 
 
-@cache
-def compiled_loop() -> Callable:
-    folder = Path(tempfile.mkdtemp())
-    (folder / "loop.cpp").write_text(LOOP)
-    subprocess.run(["c++", "-O3", "-shared", "-fPIC", "-o", "loop.so", "loop.cpp"], cwd=folder, check=True)
-    loop = ctypes.CDLL(str(folder / "loop.so")).loop
-    loop.restype = ctypes.c_int64
-    return loop
-
-
 def double_loop(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     order = scores.sort(stable=True, descending=True).indices
     n = len(order)
     drop, keep = torch.zeros(n, dtype=torch.uint8), torch.empty(n, dtype=torch.int64)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (boxes, order, drop, keep)]
-    kept = compiled_loop()(*pointers[:2], ctypes.c_int64(n), ctypes.c_double(iou_threshold), pointers[2], pointers[3])
+    loop = compiled_cpp(LOOP).loop
+    loop.restype = ctypes.c_int64
+    kept = loop(*pointers[:2], ctypes.c_int64(n), ctypes.c_double(iou_threshold), pointers[2], pointers[3])
     return keep[:kept]
 
 

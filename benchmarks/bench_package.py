@@ -80,7 +80,7 @@ def needs_package() -> float:
 
 
 def environments() -> Iterator[Case]:
-    """The solver and the installation, beside an environment that has PyTorch alone."""
+    """The solver and the installation, compared with an environment that has PyTorch alone."""
     wanted = {OURS: ("extension_cpp * cpu*", "python"), "pytorch alone": ("pytorch * cpu*", "python")}
     local = DIST / "channel"
     channels = [DIST / "conda", *([local] if (local / "noarch").exists() else [])]
@@ -135,7 +135,7 @@ def builds() -> Iterator[Case]:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """All cases; beside a GPU only the import is another, as torch is."""
+    """All cases; with a GPU only the import is another, as torch is."""
     yield package("import, after torch", {OURS: lambda: importing("extension_cpp", after="torch")}, device, rounds=3)
     if device == "cpu":
         yield from builds()

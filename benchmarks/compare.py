@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.harness import ROUNDS, Case
+from benchmarks.harness import ROUNDS, Case, Clock
+from benchmarks.load import Load
 from benchmarks.records import Results, best_peer
 
 FLOOR = 0.1
@@ -78,21 +81,23 @@ def changes(then: Results, now: Results) -> tuple[list[Change], list[str]]:
     return found, left_out
 
 
-def beside_best_peer(case: Case, committed: list[dict], rounds: int, floor: float) -> Change | None:
-    """One case of the short form beside one peer; None where the committed records or the case have none."""
+def with_best_peer(case: Case, committed: list[dict], rounds: int, floor: float, clock: Clock) -> Change | None:
+    """One case of the short form compared with one peer; None where the committed records or the case have none."""
     peer = best_peer([{}, *(peer for peer in committed if peer["contender"] in case.contenders)])
     if peer is None:
         return None
     ours = next(iter(case.contenders))
     pair = {name: case.contenders[name] for name in (ours, peer["contender"])}
-    mine, now = harness.measure(replace(case, contenders=pair, rounds=rounds))
+    mine, now = harness.measure(replace(case, contenders=pair, rounds=rounds), clock)
     # Where other processes are busy, the best rounds of both are those that they didn't disturb.
     ratio = max(now["ratio"], now["best"] / mine["best"])
     noise = max(floor, spread(peer), spread(now))
     return Change(case.op, case.name, peer["contender"], peer["ratio"], ratio, noise)
 
 
-def check(cases: Iterable[Case], then: Results, same_machine: bool) -> list[Change]:
+def check(
+    cases: Iterable[Case], then: Results, same_machine: bool, load: Load, clock: Clock = time.perf_counter
+) -> list[Change]:
     """Measure the short form's cases. What seems slower is measured again, after the others and for longer."""
     committed = then.cases()
     found: dict[str, Change] = {}
@@ -101,7 +106,9 @@ def check(cases: Iterable[Case], then: Results, same_machine: bool) -> list[Chan
         slower = []
         for case in pending:
             peers = committed.get((case.op, case.name), [{}])[1:]
-            result = beside_best_peer(case, peers, ROUNDS * 2**attempt, SHORT_FLOOR[same_machine])
+            # What a GPU does is timed on the GPU.
+            with load.watch() if case.device == "cpu" else nullcontext():
+                result = with_best_peer(case, peers, ROUNDS * 2**attempt, SHORT_FLOOR[same_machine], clock)
             if result:
                 found[f"{case.op}: {case.name}"] = result
                 slower += [case] if result.verdict == "slower" else []

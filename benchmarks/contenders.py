@@ -1,20 +1,50 @@
-"""What contenders are made of: compiled functions, steps of training, CUDA graphs."""
+"""What benchmarks of several families share: inputs, and what contenders are made of."""
 
 from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Function
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def sizes(device: str, dtype: torch.dtype) -> tuple[int, ...]:
+    """Logarithms of the numbers of elements."""
+    if device == "cuda":
+        return (10, 16, 20, 24, 28)
+    return (10, 16, 20) if dtype == torch.float32 else (16, 20)
+
+
+def vectors(device: str, dtype: torch.dtype, n: int, count: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: tuple(torch.randn(n, device=device).to(dtype) for _ in range(count))
+
 
 def compiled(function: Function) -> Function:
-    """torch.compile for the shapes that come, as one would who wants the fastest code."""
+    """torch.compile for the exact shapes of a case, which gives the fastest code."""
     return torch.compile(function, dynamic=False)
 
 
+@cache
+def compiled_cpp(source: str, *flags: str) -> ctypes.CDLL:
+    """C++ for this machine; OSError or CalledProcessError where it has no compiler."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "made.cpp").write_text(source)
+    command = ["c++", "-O3", *flags, "-shared", "-fPIC", "-o", "made.so", "made.cpp"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return ctypes.CDLL(str(folder / "made.so"))
+
+
 def backward(function: Function) -> Function:
-    """A step of training: (grad, *inputs) to the gradients of those inputs that want one."""
+    """A step of training: (grad, *inputs) to the gradients of those inputs that require one."""
 
     def step(grad: Tensor, *inputs) -> list[Tensor | None]:
         leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
@@ -27,7 +57,7 @@ def backward(function: Function) -> Function:
 
 
 def graphed(function: Function) -> Function:
-    """The same work as one CUDA graph: the device's time without Python's. Captured anew for other inputs."""
+    """The same work as one CUDA graph: the device's time without Python's. Captured again for other inputs."""
     captured: dict = {"inputs": None}
 
     def run(*inputs) -> object:

@@ -1,10 +1,10 @@
-"""Times an operator beside its peers in one run.
+"""Times an operator and its peers in one run.
 
 Contenders take turns, so that a noisy machine moves all of them, and a round's ratio says more than its times. Each is
-checked against the operator's reference before it is timed. A time is the median over the rounds, with the quartiles beside
-it. Bytes and operations are declared with a case, so that every time is also a fraction of what the machine can do: of a
-copy and of a large product that are measured in the same run. On CUDA triton's do_bench flushes the L2 cache before each
-call; on the CPU inputs and results rotate through more memory than its caches hold.
+compared with the operator's reference before it is timed. A time is the median over the rounds, with its quartiles. A case
+declares its bytes and operations, so that every time is also a fraction of what the machine can do (`limits`). On CUDA
+triton's do_bench flushes the L2 cache before each call; on the CPU inputs and results rotate through more memory than its
+caches hold. Every function that measures takes the clock as an argument.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,19 @@ from torch.utils.benchmark import Timer
 
 OURS = "extension_cpp"
 ROUNDS = 7
-LARGE = {"cpu": 2**26, "cuda": 2**28}  # elements of what is copied
 SECONDS = 1.5  # A case that would take longer gets fewer rounds, but three.
 TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-10}
 
 Function = Callable[..., Any]
+Clock = Callable[[], float]
 
 
 class Unavailable(Exception):
     """What a case needs is not on this machine."""
+
+
+class Disagreement(Exception):
+    """A contender computes something else than the reference."""
 
 
 @dataclass
@@ -65,7 +67,9 @@ class Case:
     operations: int = 0
     tolerance: float | None = None
     """How far from the reference a contender may be, relative and absolute; that of the dtype where None."""
-    timer: Callable[[Callable[[], object]], float] | None = None
+    reason: str = ""
+    """Why it can't be as fast as the best peer, in a sentence, where it isn't."""
+    timer: Callable[[Callable[[], object], Clock], float] | None = None
     """Seconds (or whatever the unit is) a call; the device's own timer where None."""
     unit: str = "s"
     rounds: int = ROUNDS
@@ -101,35 +105,40 @@ def short_form(cases: Iterable[Case]) -> Iterator[Case]:
 # Timers: seconds a call, by torch.utils.benchmark and triton.testing.
 
 
-def time_cpu(function: Callable[[], object]) -> float:
-    """Over as many calls as fit into 10 ms. One that takes longer is timed once, without the calls that Timer adds before."""
-    once = timeit.timeit(function, number=1)
-    if once > 0.01:
-        return once
-    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    return timer.timeit(min(10_000, int(0.01 / once))).median
+def once(function: Callable[[], object], clock: Clock) -> float:
+    start = clock()
+    function()
+    return clock() - start
 
 
-def time_cuda(function: Callable[[], object]) -> float:
-    """On the device, between events, with the L2 cache flushed before each call. One that takes longer than 10 ms is timed
-    once, without the seven calls that do_bench adds at least, and for which the cache is no matter.
+def many(function: Callable[[], object], calls: int, clock: Clock) -> float:
+    timer = Timer("function()", globals={"function": function}, timer=clock, num_threads=torch.get_num_threads())
+    return timer.timeit(calls).median
+
+
+def time_cpu(function: Callable[[], object], clock: Clock) -> float:
+    """Over as many calls as fit into 10 ms. A call that takes longer is timed once, without the calls that Timer adds."""
+    first = once(function, clock)
+    return first if first > 0.01 else many(function, min(10_000, int(0.01 / max(first, 1e-9))), clock)
+
+
+def time_cuda(function: Callable[[], object], clock: Clock) -> float:
+    """On the device, between events, with the L2 cache flushed before each call. A call that takes longer than 10 ms is
+    timed once, without the seven calls that do_bench adds at least; the cache doesn't matter to it.
     """
     from triton.testing import do_bench
 
     torch.cuda.synchronize()
-    once = timeit.timeit(lambda: (function(), torch.cuda.synchronize()), number=1)
-    if once > 0.01:
-        return once
-    return do_bench(function, warmup=3, rep=10, return_mode="median") / 1e3
+    first = once(lambda: (function(), torch.cuda.synchronize()), clock)
+    return first if first > 0.01 else do_bench(function, warmup=3, rep=10, return_mode="median") / 1e3
 
 
-def time_calls(function: Callable[[], object]) -> float:
+def time_calls(function: Callable[[], object], clock: Clock) -> float:
     """As Python sees it, device included, of many calls in a row."""
-    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    return timer.timeit(2_000).median
+    return many(function, 2_000, clock)
 
 
-def reported(function: Callable[[], object]) -> float:
+def reported(function: Callable[[], object], clock: Clock) -> float:
     """What the function itself reports, of something that runs in another process."""
     value = function()
     assert isinstance(value, float)
@@ -144,7 +153,7 @@ def results_of(returned: object) -> list[Tensor]:
 
 
 def verify(case: Case, inputs: tuple) -> None:
-    """Compare every contender with the reference; AssertionError names the one that computes something else."""
+    """Compare every contender with the reference; Disagreement names the one that computes something else."""
     if case.reference is None:
         return
     # On copies, so that what one writes into its arguments doesn't count for the next.
@@ -154,13 +163,12 @@ def verify(case: Case, inputs: tuple) -> None:
             tolerance = TOLERANCES.get(want.dtype, 0.0)
             if case.tolerance is not None and want.is_floating_point():
                 tolerance = case.tolerance
-
-            def wrong(message: str, name: str = name) -> str:
-                return f"{case.op}: {case.name} on {case.device}: {name} is not what the reference computes\n{message}"
-
-            for part, expected_part in parts(got.detach(), want):
-                close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True, "msg": wrong}
-                torch.testing.assert_close(part, expected_part, **close)
+            try:
+                for part, expected_part in parts(got.detach(), want):
+                    torch.testing.assert_close(part, expected_part, rtol=tolerance, atol=tolerance, equal_nan=True)
+            except AssertionError as error:
+                where = f"{case.op}: {case.name} on {case.device}: {name} is not what the reference computes"
+                raise Disagreement(f"{where}\n{error}") from None
 
 
 def parts(got: Tensor, want: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -176,16 +184,17 @@ def cache_bytes() -> int:
     return max((int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes), default=2**25)
 
 
-def input_sets(case: Case, inputs: tuple) -> list[tuple]:
+def input_sets(case: Case, inputs: tuple, clock: Clock) -> list[tuple]:
     """The inputs and, on the CPU, so many copies that they don't stay in its caches."""
     if case.device != "cpu" or not case.bytes:
         return [inputs]
     ours = next(iter(case.contenders.values()))
-    once = timeit.timeit(lambda: ours(*inputs), number=1)
+    seconds = max(once(lambda: ours(*inputs), clock), 1e-9)
     # Four times the cache: with twice as much, a third of it was still found there. Not more than a thousand sets, or the
     # tensors' own descriptions would no longer be in the cache, where those of a program's few tensors are; nor more than
     # 50 ms take, as what is slow doesn't wait for memory.
-    return [inputs, *(deepcopy(inputs) for _ in range(min(4 * cache_bytes() // case.bytes, int(0.05 / once), 1_000)))]
+    copies = min(4 * cache_bytes() // case.bytes, int(0.05 / seconds), 1_000)
+    return [inputs, *(deepcopy(inputs) for _ in range(copies))]
 
 
 def rotated(function: Function, sets: list[tuple]) -> Callable[[], object]:
@@ -225,31 +234,35 @@ def using(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(case: Case) -> list[dict]:
+def measure(case: Case, clock: Clock = time.perf_counter) -> list[dict]:
     """Verify a case and time it; a record a contender, ours first."""
     with using(case.threads or torch.get_num_threads()):
-        return summarise(case, times_of(case))
+        return summarise(case, times_of(case, clock))
 
 
-def times_of(case: Case) -> dict[str, list[float]]:
+def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
     torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
     torch.manual_seed(0)
     inputs = case.inputs()
     verify(case, inputs)
-    sets = input_sets(case, inputs)
+    sets = input_sets(case, inputs, clock)
     calls = {name: rotated(function, sets) for name, function in case.contenders.items()}
     for call in calls.values() if len(sets) > 1 else ():
-        start = time.monotonic()
+        start = clock()
         for _ in sets:  # The first results take fresh memory, which costs more than the work, unless that is a lot.
             call()
-            if time.monotonic() - start > 0.2:
+            if clock() - start > 0.2:
                 break
-    timer = case.timer or (time_cuda if case.device == "cuda" else time_cpu)
+    chosen = case.timer or (time_cuda if case.device == "cuda" else time_cpu)
     rounds = case.rounds
-    if rounds > 1 and timer is not reported:  # Another process is warm or isn't, whatever ran before.
-        start = time.monotonic()
+
+    def timer(call: Callable[[], object]) -> float:
+        return chosen(call, clock)
+
+    if rounds > 1 and chosen is not reported:  # Another process is warm or isn't, whatever ran before.
+        start = clock()
         first = alternate(calls, timer, 1)  # warm-up
-        rounds = max(3, min(rounds, int(SECONDS / (time.monotonic() - start))))
+        rounds = max(3, min(rounds, int(SECONDS / max(clock() - start, 1e-9))))
         if rounds == 3 and case.device == "cpu":  # What takes so long was warm once its result was compared.
             rest = alternate(calls, timer, 2)
             return {name: first[name] + rest[name] for name in calls}
@@ -271,6 +284,7 @@ def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
         "bytes": case.bytes,
         "operations": case.operations,
         "unit": case.unit,
+        **({"reason": case.reason} if case.reason else {}),
     }
     for name, values in times.items():
         low, middle, high = map(short, quartiles(values))
@@ -285,34 +299,3 @@ def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
 
 def short(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-@cache
-def copy_ceiling(device: str) -> float:
-    """Bytes a second of a copy."""
-    source, target = torch.ones(LARGE[device], device=device), torch.empty(LARGE[device], device=device)
-    return short(8 * LARGE[device] / best(device, target.copy_, source))
-
-
-@cache
-def product_ceiling(device: str, dtype: str) -> float:
-    """Operations a second of a product of matrices."""
-    for n in (256, 8192 if device == "cuda" else 2048):
-        seconds = best(device, torch.matmul, *torch.randn(2, n, n, device=device).to(getattr(torch, dtype)))
-        # Where PyTorch has no fast product, as of float16 on the CPU, a large one takes minutes.
-        if seconds > 0.005:
-            break
-    return short(2 * n**3 / seconds)
-
-
-def best(device: str, function: Function, *inputs: Tensor) -> float:
-    timer = time_cuda if device == "cuda" else time_cpu
-    return min(timer(lambda: function(*inputs)) for _ in range(ROUNDS))
-
-
-def ceilings(device: str, dtypes: Iterable[str]) -> dict:
-    """What the machine can do, in its best round, measured once a run."""
-    rates = {dtype: product_ceiling(device, dtype) for dtype in sorted(dtypes)}
-    for half in {"bfloat16", "float16"} & set(rates):  # Which may be computed in float32.
-        rates[half] = max(rates[half], rates.get("float32", 0.0))
-    return {"bytes": copy_ceiling(device), "operations": rates}

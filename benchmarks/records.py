@@ -23,8 +23,12 @@ SCHEMA = 2
 GENERATED = ("benchmarks/results", "benchmarks/pictures", "benchmarks/README.md", "README.md")
 
 
+BEHIND = 0.95
+"""A cell whose best peer takes less than so many times ours needs a reason."""
+
+
 class ResultsError(Exception):
-    """Results that are not there or can't be read, in words for whoever asked for them."""
+    """Results that are missing or can't be read, in words for the user."""
 
 
 @dataclass
@@ -58,6 +62,20 @@ class Results:
         if record["operations"]:
             seconds = max(seconds, record["operations"] / ceilings["operations"][record["dtype"] or "float32"])
         return seconds or None
+
+    @property
+    def of_operators(self) -> bool:
+        """Not of the package, whose contenders are no peers."""
+        return self.family != "package"
+
+    def cells(self) -> list[dict]:
+        """The best peer's record of each case that has a peer; its ratio says how many times longer than ours it takes."""
+        cases = self.cases(whole=True).values() if self.of_operators else ()
+        return [peer for case in cases if (peer := best_peer(case))]
+
+    def behind(self) -> list[dict]:
+        """The cells where the best peer is faster, the worst first."""
+        return sorted((cell for cell in self.cells() if cell["ratio"] < BEHIND), key=lambda cell: cell["ratio"])
 
     def text(self) -> str:
         return "\n".join(map(json.dumps, [self.header, *self.records])) + "\n"

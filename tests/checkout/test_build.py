@@ -21,10 +21,26 @@ LIBRARIES = sorted(Path(extension_cpp.__file__).parent.glob("_C*.so"))
 NVCC = shutil.which("nvcc")
 
 
+QUICK = {"USE_CUDA": "0", "DEBUG": "1"}  # Without optimisation, as what most tests look at doesn't depend on it.
+FOR_CUDA = {"USE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "7.5;12.0+PTX"}
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the sources, for builds that must not touch this one's."""
     return lean(tmp_path_factory.mktemp("build") / "with a space", "muladd")
+
+
+@pytest.fixture(scope="module")
+def cuda(checkout, tmp_path_factory) -> Path:
+    """Another copy, compiled for CUDA once for all tests that look at that, with a function that they call."""
+    copy = tmp_path_factory.mktemp("cuda") / "with a space"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns("build", "*.so"))
+    (copy / "csrc" / "errors.cu").write_text(ERRORS)
+    done = build(copy, **FOR_CUDA)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "building for CPU and CUDA" in done.stdout
+    return copy
 
 
 def build(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
@@ -47,25 +63,25 @@ def without_nvcc() -> str:
 
 def test_incremental(checkout):
     """A second build compiles nothing; one header recompiles what includes it, in parallel; CPU only says so."""
-    first = build(checkout, USE_CUDA="0", MAX_JOBS="2")
+    first = build(checkout, **QUICK, MAX_JOBS="2")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "extension_cpp: building for CPU only (USE_CUDA=0)" in first.stdout
-    second = build(checkout, USE_CUDA="0")
+    second = build(checkout, **QUICK)
     assert "ninja: no work to do." in second.stdout
     (checkout / "csrc" / "overlap.h").touch()
-    third = build(checkout, USE_CUDA="0")
+    third = build(checkout, **QUICK)
     assert "muladd.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
 
 
 def test_a_new_source_needs_no_edit(checkout):
     source = checkout / "csrc" / "another.cpp"
     source.write_text("namespace { [[maybe_unused]] int nothing = 0; }\n")
-    assert "another.cpp.o" in build(checkout, USE_CUDA="0").stdout
+    assert "another.cpp.o" in build(checkout, **QUICK).stdout
     source.unlink()
 
 
 def test_debug(checkout):
-    done = build(checkout, USE_CUDA="0", DEBUG="1")
+    done = build(checkout, **QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     library = (checkout / "extension_cpp" / "_C.abi3.so").read_bytes()
     assert b".debug_info" in library
@@ -73,7 +89,7 @@ def test_debug(checkout):
 
 
 def test_no_nvcc(checkout):
-    without = build(checkout, PATH=without_nvcc())
+    without = build(checkout, PATH=without_nvcc(), DEBUG="1")
     assert "building for CPU only (no nvcc on PATH; USE_CUDA=1 makes that an error)" in without.stdout
     insisting = build(checkout, PATH=without_nvcc(), USE_CUDA="1")
     assert insisting.returncode == 1
@@ -99,38 +115,35 @@ def test_wrong_switches(checkout, variable, value, message):
 def test_compiler_errors_are_shown_as_they_are(checkout):
     source = checkout / "csrc" / "broken.cpp"
     source.write_text("int broken = ;\n")
-    done = build(checkout, USE_CUDA="0")
+    done = build(checkout, **QUICK)
     source.unlink()
     assert done.returncode == 1 and "broken.cpp:1:14: error" in done.stdout
     assert "Traceback" not in done.stderr and "the compiler's own message is above" in done.stderr
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
-def test_cuda_architectures_and_wheels(checkout):
+def test_cuda_architectures_and_wheels(cuda):
     """The list of architectures is honoured, and a wheel for CPU made after one for CUDA has no CUDA in it."""
-    done = build(checkout, "bdist_wheel", "--dist-dir", "cuda", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "building for CPU and CUDA" in done.stdout
-    ninja = next((checkout / "build").rglob("build.ninja")).read_text()
+    ninja = next((cuda / "build").rglob("build.ninja")).read_text()
     flags = re.findall(r"-gencode=arch=(\S+?),code=(\S+)", ninja)
-    assert flags == [("compute_80", "sm_80"), ("compute_90", "sm_90"), ("compute_90", "compute_90")]
+    assert flags == [("compute_75", "sm_75"), ("compute_120", "sm_120"), ("compute_120", "compute_120")]
     assert "-march" not in ninja
-    again = build(checkout, "bdist_wheel", "--dist-dir", "cuda", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
-    assert "ninja: no work to do." in again.stdout
-    assert build(checkout, "bdist_wheel", "--dist-dir", "cpu", USE_CUDA="0").returncode == 0
-    (cuda,), (cpu,) = (sorted((checkout / kind).iterdir()) for kind in ("cuda", "cpu"))
+    done = build(cuda, "bdist_wheel", "--dist-dir", "cuda", **FOR_CUDA)
+    assert "ninja: no work to do." in done.stdout, done.stdout + done.stderr
+    assert build(cuda, "bdist_wheel", "--dist-dir", "cpu", USE_CUDA="0").returncode == 0
+    (for_cuda,), (cpu,) = (sorted((cuda / kind).iterdir()) for kind in ("cuda", "cpu"))
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    assert cuda.name == cpu.name == f"extension_cpp-{extension_cpp.__version__}-cp310-abi3-{platform}.whl"
-    names = {wheel: {Path(n).name for n in zipfile.ZipFile(wheel).namelist()} for wheel in (cuda, cpu)}
-    assert "_C_cuda.so" in names[cuda] and "_C_cuda.so" not in names[cpu] and "_C.abi3.so" in names[cpu]
+    assert for_cuda.name == cpu.name == f"extension_cpp-{extension_cpp.__version__}-cp310-abi3-{platform}.whl"
+    names = {wheel: {Path(n).name for n in zipfile.ZipFile(wheel).namelist()} for wheel in (for_cuda, cpu)}
+    assert "_C_cuda.so" in names[for_cuda] and "_C_cuda.so" not in names[cpu] and "_C.abi3.so" in names[cpu]
     # As `make wheel` does: nothing of torch gets in, and nothing is newer than the tag says.
     excluded = re.findall(r"--exclude '(.*?)'", (ROOT / "Makefile").read_text())
     options = [option for library in excluded for option in ("--exclude", library)]
-    repair = ["auditwheel", "repair", *options, "--wheel-dir", checkout / "repaired", cuda]
+    repair = ["auditwheel", "repair", *options, "--wheel-dir", cuda / "repaired", for_cuda]
     subprocess.run(repair, env=scripts(), check=True)
-    (repaired,) = (checkout / "repaired").iterdir()
+    (repaired,) = (cuda / "repaired").iterdir()
     assert re.search(r"-cp310-abi3-manylinux_2_\d+_x86_64\.whl$", repaired.name)
-    assert {Path(n).name for n in zipfile.ZipFile(repaired).namelist() if not n.endswith("/")} == names[cuda]
+    assert {Path(n).name for n in zipfile.ZipFile(repaired).namelist() if not n.endswith("/")} == names[for_cuda]
 
 
 def test_build_commands_of_the_documents():
@@ -156,17 +169,19 @@ pytest.main(["-q", "-p", "no:cacheprovider", {str(ROOT / "tests" / "test_librari
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
-def test_architectures_are_audited(checkout):
-    """One that is there without being declared, and one that is declared without being there."""
-    extra = {"NVCC_APPEND_FLAGS": "-gencode=arch=compute_90,code=sm_90"}
-    done = build(checkout, USE_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0;12.0+PTX", **extra)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "machine code is there for architecture ['90'], not declared" in audit(checkout)
-    library = checkout / "extension_cpp" / "_C_cuda.so"
+def test_architectures_are_audited(cuda):
+    """One that is declared without being there, and one that is there without being declared."""
+    library = cuda / "extension_cpp" / "_C_cuda.so"
     content = library.read_bytes()
-    assert content.count(b"architectures 8.0/12.0+PTX") == 1
-    library.write_bytes(content.replace(b"architectures 8.0/12.0+PTX", b"architectures 8.9/12.0+PTX"))
-    assert "machine code is missing for architecture ['89']" in audit(checkout)
+    declared = b"architectures 7.5/12.0+PTX;"
+    assert content.count(declared) == 1
+    for other, said in (
+        (b"architectures 8.6/12.0+PTX;", "machine code is missing for architecture ['86']"),
+        (b"architectures 12.0+PTX;    ", "machine code is there for architecture ['75'], not declared"),
+    ):
+        library.write_bytes(content.replace(declared, other))
+        assert said in audit(cuda)
+    library.write_bytes(content)
 
 
 # Calls the function that words the error of a failed launch.
@@ -182,23 +197,20 @@ extern "C" __attribute__((visibility("default"))) const char* explain(int error)
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
-def test_errors_of_a_launch(checkout):
-    """A GPU that the package has no kernel for, a driver that is too old: the cause and the command that mends it."""
-    source = checkout / "csrc" / "errors.cu"
-    source.write_text(ERRORS)
-    done = build(checkout, USE_CUDA="1", TORCH_CUDA_ARCH_LIST="12.0")
-    source.unlink()
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_errors_of_a_launch(cuda):
+    """A GPU that the package has no kernel for, a driver that is too old: the cause and the command that fixes it."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (12, 0)
+    lacks_kernel = capability < (12, 0) and capability != (7, 5)
     run = f"""
 import ctypes, os, sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
-sys.path.insert(0, {str(checkout)!r})
+sys.path.insert(0, {str(cuda)!r})
 import torch, extension_cpp
-explain = ctypes.CDLL({str(checkout / "extension_cpp" / "_C_cuda.so")!r}, mode=os.RTLD_LAZY).explain
+explain = ctypes.CDLL({str(cuda / "extension_cpp" / "_C_cuda.so")!r}, mode=os.RTLD_LAZY).explain
 explain.restype = ctypes.c_char_p
 for error in (209, 222, 35, 700):
     print(explain(error).decode())
-if torch.cuda.is_available() and torch.cuda.get_device_capability() < (12, 0):
+if {lacks_kernel}:
     a = torch.ones(3, device="cuda")
     try:
         extension_cpp.mymuladd(a, a, 1.0)
@@ -208,16 +220,17 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() < (12, 0):
 """
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
     image, ptx, driver, other, *called = done.stdout.splitlines()
-    lacking = "this package has no kernel for a GPU of architecture {} with this driver, only for 12.0."
+    lacking = "this package has no kernel for a GPU of architecture {} with this driver, only for 7.5/12.0+PTX."
     assert image == ptx and image.startswith(lacking.format("7.0")), image
     assert image.endswith("TORCH_CUDA_ARCH_LIST=7.0 pip install .")
     assert driver.startswith("the NVIDIA driver is older than CUDA ") and driver.endswith("update the driver")
     assert other.startswith("CUDA says 'an illegal memory access was encountered' (cudaErrorIllegalAddress)")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (12, 0):
-        found = "{}.{}".format(*torch.cuda.get_device_capability())
+    if lacks_kernel:
+        found = "{}.{}".format(*capability)
         assert called[0].startswith(f"mymuladd: {lacking.format(found)}"), called
 
 
+@pytest.mark.long
 def test_address_sanitizer(tmp_path):
     """No kernel reads or writes outside of what was allocated, its own outputs included, which no test can guard."""
     checkout = clone(tmp_path / "checkout")
@@ -252,18 +265,21 @@ sys.exit(pytest.main(["-q", "--quick", "-p", "no:cacheprovider", "tests", "-k", 
     assert done.returncode == 0 and re.search(r"\d{2,} passed", done.stdout), (done.stdout + done.stderr)[-4000:]
 
 
-def test_pip_install_and_build(checkout, tmp_path):
-    """With an environment of their own for the build, as pip and build make it, and without."""
-    constraint = tmp_path / "constraint.txt"
-    constraint.write_text(f"torch=={torch.__version__}\n")
-    variables = {**os.environ, "USE_CUDA": "0", "PIP_CONSTRAINT": str(constraint)}
+@pytest.mark.long
+def test_pip_install(checkout, tmp_path):
+    """With an environment of its own for the build, into which pip installs PyTorch."""
+    (tmp_path / "constraint.txt").write_text(f"torch=={torch.__version__}\n")
+    variables = {**os.environ, **QUICK, "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
     target = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, checkout]
     done = subprocess.run(pip, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (target / "extension_cpp" / "_C.abi3.so").exists()
+
+
+def test_build_of_a_wheel(checkout, tmp_path):
     wheel = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "wheel", checkout]
-    done = subprocess.run(wheel, env=variables, capture_output=True, text=True)
+    done = subprocess.run(wheel, env={**os.environ, **QUICK}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "wheel").iterdir()
     assert "-cp310-abi3-" in file.name
@@ -293,6 +309,25 @@ def test_make_compiles_for_what_is_there(tmp_path, gpus, variables, said):
     assert f'TORCH_CUDA_ARCH_LIST="{said}"' in done.stdout
 
 
+@pytest.mark.parametrize("failing", ["ruff", "pytest", "nothing"])
+def test_make_test_reports_lint_and_tests(tmp_path, failing):
+    """Whichever fails, with a line first that says what is done; here with programs that only say their names."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    scripts = tmp_path / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    for name in ("python", "clang-format"):
+        (scripts / name).write_text(f'#!/bin/sh\necho "ran $*"\ncase "$*" in *{failing}*) exit 1;; esac\n')
+        (scripts / name).chmod(0o755)
+    (tmp_path / ".venv" / ".ready").touch()
+    done = subprocess.run(["make", "test"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0) == (failing == "nothing")
+    assert re.match(r"make test: compiles, lints and tests; usually \w+ minutes", done.stdout), done.stdout
+    assert "ran -m ruff check" in done.stdout and "ran -m pytest" in done.stdout
+    assert ("make test: lint failed" in done.stdout and "make format" in done.stdout) == (failing == "ruff")
+
+
+@pytest.mark.long
 def test_same_bytes_in_another_folder(checkout, tmp_path):
     """_C_cuda, here of one family, is all that CUDA packages add to what test_package.py shows of the CPU's."""
     copy = tmp_path / "another folder"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 import extension_cpp
-from benchmarks import pictures, records, report
+from benchmarks import records
 from benchmarks.records import ROOT
+from benchmarks.report import documents as report
+from benchmarks.report import pictures
 
 README = (ROOT / "README.md").read_text()
 
@@ -55,6 +57,35 @@ def test_results_are_of_the_whole_family():
 def test_pictures_are_small(rendered):
     sizes = [len(content) for path, content in rendered.items() if path.suffix == ".svg"]
     assert all(size < 100_000 for size in sizes) and sum(sizes) <= 40_000 * len(sizes)
+
+
+def test_pictures_follow_the_theme(rendered):
+    """Every colour of a picture has another one in a dark theme."""
+    for path, content in rendered.items():
+        if path.suffix == ".svg":
+            sheet, drawn = content.decode().split("</style>")
+            colours = set(re.findall(r"(?:fill|stroke): #\w+", drawn))
+            dark = dict(
+                re.findall(r'\[style\*="(.*?)"\]\{(.*?) !important\}', sheet.split("prefers-color-scheme: dark")[1])
+            )
+            assert colours and all(dark[colour] != colour for colour in colours), path
+
+
+def test_the_worst_cell_of_each_operator():
+    """Next to the median; a cell that is below its best peer is counted, and its reason is given."""
+
+    def case(op: str, ratio: float, **more) -> list[dict]:
+        described = {"op": op, "case": f"at {ratio}", "kind": "", **more}
+        peer = {"contender": "peer", "ratio": ratio, **described}
+        return [{"contender": "extension_cpp", **described}, peer, {**peer, "contender": "slow peer", "ratio": 9}]
+
+    cells = [*case("a", 2), *case("a", 0.5, reason="Physics."), *case("a", 1.5), *case("b", 1)]
+    found = [records.Results({"family": "a", "machine": "here"}, cells)]
+    assert report.worst(found).splitlines()[2:] == [
+        "| `a` | here | 3 | 1.50 | 0.50 | at 0.5: peer | 1 |",
+        "| `b` | here | 1 | 1.00 | 1.00 | at 1: peer |  |",
+    ]
+    assert report.reasons(found) == "\n- `a`, at 0.5, on here: Physics.\n"
 
 
 def test_nothing_measured():

@@ -6,23 +6,25 @@ Nothing about speed is typed by hand: `render` says what every file must be, and
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 
-from benchmarks import overview, pictures, records
-from benchmarks.records import ROOT, Results, best_peer
-from benchmarks.show import describe, readable
+from benchmarks import records
+from benchmarks.records import BEHIND, ROOT, Results, best_peer
+from benchmarks.report import overview, pictures
+from benchmarks.report.words import describe, readable, times
 
 PICTURES = Path("benchmarks/pictures")
 START, END = "<!-- speed: written by make report -->", "<!-- end of speed -->"
 
 
 def picture(name: str, alternative: str, folder: Path) -> str:
-    """A picture in the reader's theme."""
-    path = PICTURES.relative_to(folder)
-    return (
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{path}/{name}-dark.svg">\n'
-        f'  <img src="{path}/{name}-light.svg" width="830" alt="{alternative}">\n</picture>\n'
-    )
+    """A picture, which follows the reader's theme."""
+    return f'<img src="{file_of(name).relative_to(folder)}" width="830" alt="{alternative}">\n'
+
+
+def file_of(name: str) -> Path:
+    return PICTURES / f"{name}-speed.svg"
 
 
 def row(*cells: str) -> str:
@@ -31,10 +33,6 @@ def row(*cells: str) -> str:
 
 def head(*cells: str) -> str:
     return row(*cells) + row(*("---" for _ in cells))
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:.1f}" if ratio >= 9.95 else f"{ratio:.2f}"
 
 
 def ours_cells(results: Results, ours: dict) -> tuple[str, str]:
@@ -79,8 +77,8 @@ def brief(found: list[Results]) -> str:
     for op, kind in sorted(rows, key=lambda key: names.index(key[0])):
         here = rows[op, kind]
         dtype = next(iter(here.values()))[1][0]["dtype"]
-        beside = [cell for machine in machines for cell in cells(*here.get(machine, (found[0], None)))]
-        text += row(f"`{op}`", ", ".join(filter(None, (kind, dtype))), *beside)
+        of_machines = [cell for machine in machines for cell in cells(*here.get(machine, (found[0], None)))]
+        text += row(f"`{op}`", ", ".join(filter(None, (kind, dtype))), *of_machines)
     return text
 
 
@@ -88,10 +86,10 @@ def waits(found: list[Results]) -> str:
     """What one waits for besides the operators."""
     text = ""
     for results in found:
-        text += "\n" + head(f"on {results.header['machine']}", "extension_cpp", "beside")
+        text += "\n" + head(f"on {results.header['machine']}", "extension_cpp", "compared with")
         for ours, *peers in results.cases().values():
-            beside = ", ".join(f"{peer['contender']} {readable(peer['median'], peer['unit'])}" for peer in peers)
-            text += row(ours["case"], readable(ours["median"], ours["unit"]), beside)
+            others = ", ".join(f"{peer['contender']} {readable(peer['median'], peer['unit'])}" for peer in peers)
+            text += row(ours["case"], readable(ours["median"], ours["unit"]), others)
     return text
 
 
@@ -102,29 +100,59 @@ def by_machine(found: list[Results]) -> dict[str, list[Results]]:
     return grouped
 
 
-def is_package(results: Results) -> bool:
-    return results.family == "package"
+def worst(found: list[Results]) -> str:
+    """A row an operator and machine: the worst of its cells next to their median."""
+    text = head("operator", "on", "cells", "median", "worst", "the worst cell", f"below {BEHIND}")
+    for results in found:
+        operators: dict[str, list[dict]] = {}
+        for cell in results.cells():
+            operators.setdefault(cell["op"], []).append(cell)
+        for op, of_op in operators.items():
+            least = min(of_op, key=lambda cell: cell["ratio"])
+            below = sum(cell["ratio"] < BEHIND for cell in of_op)
+            numbers = times(statistics.median(cell["ratio"] for cell in of_op)), times(least["ratio"])
+            where = f"{least['case']}: {least['contender']}"
+            text += row(f"`{op}`", results.header["machine"], str(len(of_op)), *numbers, where, str(below or ""))
+    return text
+
+
+def reasons(found: list[Results]) -> str:
+    """Why cells are below, of the cases that declare it."""
+    said = [
+        f"- `{cell['op']}`, {cell['case']}, on {results.header['machine']}: {cell['reason']}\n"
+        for results in found
+        for cell in results.behind()
+        if cell.get("reason")
+    ]
+    return "\n" + "".join(said) if said else ""
 
 
 def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
-    operators = [results for results in found if not is_package(results)]
+    operators = [results for results in found if results.of_operators]
     if not operators:
         return "\nNothing was measured yet: `make bench`.\n"
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
-    text += "\nA dot is a case, a size or a layout in a dtype; the number is their median.\n\n"
+    text += "\nA dot is a case, a size or a layout in a dtype; the numbers are the worst and the median.\n\n"
     for of_machine in by_machine(operators).values():
         text += f"{describe(of_machine[0])}.\n"
     text += "\n" + brief(operators)
-    return text + waits([results for results in found if is_package(results)])
+    return text + waits([results for results in found if not results.of_operators])
 
 
 def page(found: list[Results]) -> str:
     """benchmarks/README.md: every picture and every case."""
     text = "# Results\n\nWritten by `make report` from [results](results), which `make bench` measures: the median of rounds"
-    text += " in which ours and its peers\ntake turns. The limit is the time that the bytes take in a copy, or the operations"
-    text += " in a large product, of the same run.\n"
-    operators = [results for results in found if not is_package(results)]
+    text += (
+        " in which ours and its peers\ntake turns. The limit is the time that a case's bytes or operations take at the"
+    )
+    text += " machine's rates, measured in the same run.\n"
+    operators = [results for results in found if results.of_operators]
+    if operators:
+        text += (
+            "\n## The worst cells\n\nHow many times longer than ours the best peer takes, over all sizes, dtypes and"
+        )
+        text += " layouts.\n\n" + worst(operators) + reasons(operators)
     for op in drawn(operators):
         text += f"\n## {op}\n\n" + picture(op, f"{op} over size", PICTURES.parent)
     for results in found:
@@ -157,12 +185,12 @@ def fill(document: str, content: str) -> str:
 
 def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     """What each file of the report must hold, by its path in the checkout."""
-    operators = [results for results in found if not is_package(results)]
+    operators = [results for results in found if results.of_operators]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
-    for theme in pictures.THEMES if operators else ():
-        files[PICTURES / f"overview-{theme}.svg"] = overview.overview(operators, theme)
-        for op in drawn(operators):
-            files[PICTURES / f"{op}-{theme}.svg"] = pictures.operator(operators, op, theme)
+    if operators:
+        files[file_of("overview")] = overview.overview(operators)
+    for op in drawn(operators):
+        files[file_of(op)] = pictures.operator(operators, op)
     return files
 
 
@@ -174,7 +202,3 @@ def main() -> None:
     for path, content in files.items():
         (ROOT / path).write_bytes(content)
     print(f"{len(files)} files: README.md, benchmarks/README.md, {PICTURES}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,84 +15,83 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import OURS
 from benchmarks.records import Results
-from benchmarks.show import describe, readable
+from benchmarks.report.words import copying, readable
 
 matplotlib.use("svg")
 WIDTH = 8.3  # Inches; a README is some 830 pixels wide.
+# In a dark theme the picture's style sheet puts the second colour in place of the first.
 THEMES = {
-    "light": {
-        "text": "#1f2328",
-        "faint": "#59636e",
-        "line": "#d1d9e0",
-        "ours": "#0060b0",
-        "compiled": "#a86f00",
-        "graph": "#00754f",
-        "others": ("#a2358b", "#6e7781", "#b93a1e"),
-    },
-    "dark": {
-        "text": "#f0f6fc",
-        "faint": "#9198a1",
-        "line": "#3d444d",
-        "ours": "#58b0ff",
-        "compiled": "#e3b341",
-        "graph": "#3fc796",
-        "others": ("#e38cd0", "#a5adb6", "#ff8f73"),
-    },
+    "text": ("#1f2328", "#f0f6fc"),
+    "faint": ("#59636e", "#9198a1"),
+    "line": ("#d1d9e0", "#3d444d"),
+    "ours": ("#0060b0", "#58b0ff"),
+    "compiled": ("#a86f00", "#e3b341"),
+    "graph": ("#00754f", "#3fc796"),
+    "other 1": ("#a2358b", "#e38cd0"),
+    "other 2": ("#6e7781", "#a5adb6"),
+    "other 3": ("#b93a1e", "#ff8f73"),
 }
+COLOURS = {name: light for name, (light, _) in THEMES.items()}
+OTHERS = [colour for name, colour in COLOURS.items() if name.startswith("other")]
+DARK = "".join(
+    f'[style*="{what}: {light}"]{{{what}: {dark} !important}}\n'
+    for light, dark in THEMES.values()
+    for what in ("fill", "stroke")
+)
 MARKERS = ("s", "^", "D", "v", "P", "X")
 Records = list[dict]
 
 
-def settings(theme: dict) -> dict:
-    """Small print, thin lines, no frame; the same bytes for the same data."""
-    return {
-        "font.size": 7.6,
-        "axes.titlesize": 8,
-        "axes.titlelocation": "left",
-        "axes.titlecolor": theme["text"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.edgecolor": theme["line"],
-        "axes.labelcolor": theme["faint"],
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": theme["line"],
-        "grid.linewidth": 0.5,
-        "text.color": theme["text"],
-        "xtick.color": theme["line"],
-        "ytick.color": theme["line"],
-        "xtick.labelcolor": theme["faint"],
-        "ytick.labelcolor": theme["faint"],
-        "xtick.bottom": False,
-        "ytick.left": False,
-        "svg.hashsalt": "extension_cpp",
-        # Text stays text, for small files. Verdana, where DejaVu isn't, is as wide.
-        "svg.fonttype": "none",
-        "font.sans-serif": ["DejaVu Sans", "Bitstream Vera Sans", "Verdana", "Arial"],
-    }
+# Small print, thin lines, no frame; the same bytes for the same data.
+SETTINGS = {
+    "font.size": 7.6,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": COLOURS["text"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": COLOURS["line"],
+    "axes.labelcolor": COLOURS["faint"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": COLOURS["line"],
+    "grid.linewidth": 0.5,
+    "text.color": COLOURS["text"],
+    "xtick.color": COLOURS["line"],
+    "ytick.color": COLOURS["line"],
+    "xtick.labelcolor": COLOURS["faint"],
+    "ytick.labelcolor": COLOURS["faint"],
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "svg.hashsalt": "extension_cpp",
+    # Text stays text, for small files. Verdana, where DejaVu isn't, is as wide.
+    "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans", "Bitstream Vera Sans", "Verdana", "Arial"],
+}
 
 
 def save(figure: Figure, title: str, data: object) -> bytes:
-    """As SVG, without what matplotlib repeats at every piece of text, and with a hash of the data."""
+    """As SVG for both themes, without what matplotlib repeats at every piece of text, and with a hash of the data."""
     target = io.StringIO()
     digest = hashlib.sha256(repr(data).encode()).hexdigest()[:16]
     made = {"Date": None, "Creator": f"matplotlib {matplotlib.__version__}", "Title": title, "Identifier": digest}
     figure.savefig(target, format="svg", transparent=True, metadata=made)
     repeated = r' transform="rotate\(-0 [^"]*\)"| id="[a-z0-9.]+_\d+"|font-family: [^;]*; |^ +| +$'
     text = re.sub(repeated, "", target.getvalue(), flags=re.MULTILINE)
+    text = text.replace("</style>", f"\n@media (prefers-color-scheme: dark) {{\n{DARK}}}</style>", 1)
     fonts = ", ".join(matplotlib.rcParams["font.sans-serif"])
     return text.replace("<svg ", f'<svg font-family="{fonts}, sans-serif" ', 1).encode()
 
 
-def colours(contenders: Iterable[str], theme: dict) -> dict[str, str]:
+def colours(contenders: Iterable[str]) -> dict[str, str]:
     """Ours, compiled code and CUDA graphs look alike in every picture; other peers take turns."""
-    others = iter(theme["others"] * 3)
+    others = iter(OTHERS * 3)
     chosen = {}
     for name in contenders:
         kind = "ours" if name == OURS else "compiled" if name.startswith("compiled") else ""
         kind = "graph" if name.endswith("graph") else kind
-        chosen[name] = theme[kind] if kind else next(others)
+        chosen[name] = COLOURS[kind] if kind else next(others)
     return chosen
 
 
@@ -146,7 +145,7 @@ def spread_out(heights: list[float], gap: float) -> list[float]:
     return [placed[order.index(i)] for i in range(len(heights))]
 
 
-def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, str], theme: dict) -> None:
+def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, str]) -> None:
     first = records[0]
     ends: list[tuple[str, float, str, str]] = []
     drawn: list[tuple[float, float]] = []
@@ -166,8 +165,8 @@ def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, s
         ends.append((name, points[-1][1], hues[name], "bold" if ours else "normal"))
     limits = sorted({(r["x"], height_of(r, limit)) for r in records if (limit := results.limit(r))})
     if limits:
-        axes.plot(*zip(*limits), color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        ends.append(("machine's limit", limits[-1][1], theme["faint"], "normal"))
+        axes.plot(*zip(*limits), color=COLOURS["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        ends.append(("machine's limit", limits[-1][1], COLOURS["faint"], "normal"))
     axes.set_title(f"{first['kind']}, {first['dtype']}", pad=7)
     scale(axes, records, max(height for _, height in limits + drawn))
     to_axes = axes.transScale + axes.transLimits
@@ -206,12 +205,11 @@ def round_number(value: float, unit: str) -> str:
     return f"{float(number):g} {name}"
 
 
-def operator(found: list[Results], op: str, theme: str) -> bytes:
+def operator(found: list[Results], op: str) -> bytes:
     """An operator's curves: a column a machine, a row a kind and dtype; with one machine alone, two columns of it."""
-    chosen = THEMES[theme]
     groups = [(results, panels) for results in found if (panels := curves(results, op))]
     names = dict.fromkeys(r["contender"] for _, panels in groups for records in panels.values() for r in records)
-    hues = colours(names, chosen)
+    hues = colours(names)
     keys = list(dict.fromkeys(key for _, panels in groups for key in panels))
     kinds = list(dict.fromkeys(kind for kind, _ in keys))
     keys.sort(key=lambda key: kinds.index(key[0]))
@@ -222,17 +220,16 @@ def operator(found: list[Results], op: str, theme: str) -> bytes:
         places = {(i, key): (keys.index(key), i) for i, (_, panels) in enumerate(groups) for key in panels}
     rows = 1 + max(row for row, _ in places.values())
     width = 1 / columns - 0.116 - 0.0079 * max(len("machine's limit"), *map(len, names))
-    with matplotlib.rc_context(settings(chosen)):
+    with matplotlib.rc_context(SETTINGS):
         top, tall = 0.3, 1.48
         height = top + tall * rows
         figure = Figure(figsize=(WIDTH, height))
         for i, (results, _) in enumerate(groups):
-            title = describe(results).split(", a product")[0]
-            figure.text(0.012 + i / columns, 1 - 0.17 / height, title, weight="bold", size=8.6)
+            figure.text(0.012 + i / columns, 1 - 0.17 / height, copying(results), weight="bold", size=8.6)
         for (i, key), (row, column) in places.items():
             results, panels = groups[i]
             bottom = height - top - tall * (row + 1) + 0.29
             box = (0.1 + column / columns, bottom / height, width, (tall - 0.59) / height)
-            draw_curve(figure.add_axes(box), results, panels[key], hues, chosen)
+            draw_curve(figure.add_axes(box), results, panels[key], hues)
         data = [(results.header["machine"], results.header["ceilings"], panels) for results, panels in groups]
         return save(figure, f"{op}: {', '.join(names)}", data)

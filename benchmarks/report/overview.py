@@ -9,8 +9,9 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.pictures import THEMES, WIDTH, save, settings
-from benchmarks.records import Results, best_peer
+from benchmarks.records import Results
+from benchmarks.report.pictures import COLOURS, OTHERS, SETTINGS, WIDTH, save
+from benchmarks.report.words import times
 
 TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 FEW_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)  # of an axis that is shorter
@@ -19,16 +20,13 @@ FEW_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)  # of an axis that is shorter
 def ratios(results: Results) -> dict[tuple[str, str], list[float]]:
     """How many times longer than ours the best peer takes, by operator and kind."""
     found: dict[tuple[str, str], list[float]] = {}
-    for case in results.cases(whole=True).values():
-        peer = best_peer(case)
-        if peer is not None:
-            found.setdefault((peer["op"], peer["kind"]), []).append(peer["ratio"])
+    for cell in results.cells():
+        found.setdefault((cell["op"], cell["kind"]), []).append(cell["ratio"])
     return found
 
 
-def overview(found: list[Results], theme: str) -> bytes:
+def overview(found: list[Results]) -> bytes:
     """A row an operator and kind, a dot a case: how many times longer than ours the best peer takes."""
-    chosen = THEMES[theme]
     machines: dict[str, dict[tuple[str, str], list[float]]] = {}
     for results in found:
         machines.setdefault(results.header["machine"], {}).update(ratios(results))
@@ -36,7 +34,7 @@ def overview(found: list[Results], theme: str) -> bytes:
     values = [v for rows in machines.values() for vs in rows.values() for v in vs]
     low, high = min(0.45, *values) * 0.9, max(2.2, *values) * 1.1
     ticks = [x for x in (TICKS if high / low > 30 else FEW_TICKS) if low <= x <= high]
-    with matplotlib.rc_context(settings(chosen)):
+    with matplotlib.rc_context(SETTINGS):
         height = 0.185 * len(keys) + 0.72
         figure = Figure(figsize=(WIDTH, height))
         left, gap = 0.285, 0.022
@@ -44,12 +42,12 @@ def overview(found: list[Results], theme: str) -> bytes:
         for i, (machine, rows) in enumerate(machines.items()):
             bottom = 0.36 / height
             axes = figure.add_axes((left + i * (width + gap), bottom, width, 1 - bottom - 0.3 / height))
-            draw_ratios(axes, keys, rows, chosen)
-            axes.set_xlim(low, high * (high / low) ** 0.14)  # room for the medians
+            draw_ratios(axes, keys, rows)
+            axes.set_xlim(low, high * (high / low) ** 0.32)  # room for two numbers
             axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
             axes.set_title(machine, weight="bold")
             if i == 0:
-                label_rows(axes, keys, chosen)
+                label_rows(axes, keys)
             axes.set_xlabel("the best peer's time / ours", labelpad=2)
         return save(figure, "How many times longer than extension_cpp the best peer takes, by operator", machines)
 
@@ -61,26 +59,27 @@ def order_of(machines: dict):
     return lambda key: (names.index(key[0]), seen.index(key))
 
 
-def draw_ratios(axes: Axes, keys: list, rows: dict, theme: dict) -> None:
+def draw_ratios(axes: Axes, keys: list, rows: dict) -> None:
     axes.set_xscale("log")
-    axes.axvline(1, color=theme["faint"], linewidth=1, zorder=1)
+    axes.axvline(1, color=COLOURS["faint"], linewidth=1, zorder=1)
     dots = [(ratio, y) for y, key in enumerate(keys) for ratio in rows.get(key, ())]
-    for faster, colour, marker, size in ((True, theme["ours"], "o", 4), (False, theme["others"][2], "D", 3.2)):
+    for faster, colour, marker, size in ((True, COLOURS["ours"], "o", 4), (False, OTHERS[2], "D", 3.2)):
         chosen = [dot for dot in dots if (dot[0] >= 1) == faster]
         if chosen:
             axes.plot(*zip(*chosen), marker, color=colour, markersize=size, alpha=0.75, markeredgewidth=0)
-    for y, key in enumerate(keys):
-        if rows.get(key):
-            middle = statistics.median(rows[key])
-            text = f"{middle:.1f}" if middle >= 9.95 else f"{middle:.2f}"
-            axes.text(0.995, y, text, transform=axes.get_yaxis_transform(), ha="right", va="center", size=7)
+    for place, title, summary in ((0.855, "worst", min), (0.995, "median", statistics.median)):
+        written = {"transform": axes.get_yaxis_transform(), "ha": "right", "size": 7}
+        axes.text(place, -0.7, title, va="bottom", color=COLOURS["faint"], **written)
+        for y, key in enumerate(keys):
+            if rows.get(key):
+                axes.text(place, y, times(summary(rows[key])), va="center", **written)
     axes.set_ylim(len(keys) - 0.4, -0.6)
     axes.set_yticks(range(len(keys)), [""] * len(keys))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
-def label_rows(axes: Axes, keys: list, theme: dict) -> None:
+def label_rows(axes: Axes, keys: list) -> None:
     """The operator once, its kinds below each other."""
     before = None
     for y, (op, kind) in enumerate(keys):
@@ -88,4 +87,4 @@ def label_rows(axes: Axes, keys: list, theme: dict) -> None:
         if op != before:
             axes.annotate(op, (0, y), (-2.28 * 72, 0), place, "offset points", weight="bold", va="center")
             before = op
-        axes.annotate(kind, (0, y), (-6, 0), place, "offset points", ha="right", va="center", color=theme["faint"])
+        axes.annotate(kind, (0, y), (-6, 0), place, "offset points", ha="right", va="center", color=COLOURS["faint"])

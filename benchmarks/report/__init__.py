@@ -1,0 +1,1 @@
+"""What is drawn and written of the results. `words` needs no matplotlib."""

@@ -1,0 +1,5 @@
+"""`make report`."""
+
+from benchmarks.report.documents import main
+
+main()
