@@ -27,8 +27,8 @@ import rattler_build
 from filelock import FileLock
 
 from channel.archive import File, Package, with_bytecode, write
-from channel.pins import Cuda, Pins
-from channel.wheels import DownloadError, Wheel, download, key
+from channel.pins import Cuda, Pin, Pins
+from channel.wheels import DownloadError, Wheel, download
 
 RECIPES = Path(__file__).parent / "recipes"
 SUBDIR = "linux-64"
@@ -64,12 +64,23 @@ class LocalChannel:
         self, root: Path, pins: Pins, report: Report = lambda what: None, warn: Report = lambda what: None
     ) -> None:
         self.root, self.pins, self.report, self.warn = root.resolve(), pins, report, warn
-        self.made: set[Path] = set()
+        self.verified: set[Path] = set()
         self.changed = False
 
     @property
     def url(self) -> str:
         return self.root.as_uri()
+
+    def lacking(self, cudas: Collection[Cuda] = ()) -> list[tuple[Cuda | None, list[Pin]]]:
+        """The wheels whose packages are not there yet, each once, in groups for one download each."""
+        found = []
+        seen: set[tuple[str, str, str]] = set()
+        for cuda, pins in self.pins.groups(sorted(cudas)):
+            wanted = {(pin.name, pin.version, build_of(pin.name, cuda)): pin for pin in pins}
+            lacking = [pin for key, pin in wanted.items() if key not in seen and not self.has(*key)]
+            seen |= wanted.keys()
+            found += [(cuda, lacking)] if lacking else []
+        return found
 
     def ensure(self, cudas: Collection[Cuda] = (), verify: bool = False) -> None:
         """Make what is lacking, for the CPU variant and those of `cudas`.
@@ -87,7 +98,8 @@ class LocalChannel:
                     (self.root / subdir).mkdir(exist_ok=True)
                 self.drop_damaged(verify)
                 self.make(sorted(cudas))
-                if self.changed or not (self.root / "noarch" / "repodata.json").exists():
+                there = {path for subdir in SUBDIRS for path in (self.root / subdir).glob("*.conda")}
+                if self.changed or there != {path for path, _ in self.indexed()}:  # A run can end before its index.
                     self.report("index")
                     asyncio.run(rattler.index.index_fs(self.root, write_zst=False, write_shards=False))
                     self.changed = False
@@ -105,14 +117,11 @@ class LocalChannel:
             ThreadPoolExecutor(2) as pool,
         ):
             work = Path(folder)
-            jobs = []
+            jobs = [pool.submit(self.make_python, work, compilers)]
             try:
-                for cuda, pins in self.pins.groups(cudas):
-                    wanted = [pin for pin in pins if not self.has(pin.name, pin.version, self.build(pin.name, cuda))]
-                    wheels = self.download(wanted) if wanted else []
-                    jobs += [pool.submit(self.make_wheel, wheel, cuda, work, compilers) for wheel in wheels]
-                    if cuda is None and len(jobs) == len(wheels):
-                        jobs.append(pool.submit(self.make_python, work, compilers))
+                for cuda, lacking in self.lacking(cudas):
+                    for pin, wheel in self.download(lacking):
+                        jobs.append(pool.submit(self.make_wheel, pin, wheel, cuda, work, compilers))
                 self.make_recipes(cudas, work)
                 for job in jobs:
                     job.result()
@@ -122,17 +131,17 @@ class LocalChannel:
     def drop_damaged(self, verify: bool) -> None:
         """Remove packages that are not what the index says, so that they are made again."""
         for path, record in self.indexed():
-            if not path.exists() or path in self.made:
+            if not path.exists() or path in self.verified:
                 continue
             damaged = path.stat().st_size != record["size"]
             if verify and not damaged:
                 self.report(f"checking {record['name']}")
                 damaged = sha256(path) != record["sha256"]
-                self.made.add(path)
+                self.verified.add(path)
             if damaged:
                 self.warn(f"{path} is damaged; it is made again")
                 path.unlink()
-                self.made.discard(path)
+                self.verified.discard(path)
                 self.changed = True
 
     def indexed(self) -> Iterator[tuple[Path, dict]]:
@@ -150,29 +159,25 @@ class LocalChannel:
         digest = hashlib.sha256()
         for path, record in self.indexed():
             name, build = record["name"], record["build"]
-            if (name, record["version"]) not in others and build.startswith(self.build(name, cuda)):
+            if (name, record["version"]) not in others and build.startswith(build_of(name, cuda)):
                 digest.update(f"{path.name} {record['sha256']}\n".encode())
         return digest.hexdigest()
 
     def has(self, name: str, version: str, build: str = "") -> bool:
         return any(any((self.root / subdir).glob(f"{name}-{version}-{build}*.conda")) for subdir in SUBDIRS)
 
-    def build(self, name: str, cuda: Cuda | None) -> str:
-        """The beginning of the build string, where a channel has one version of a package in several builds."""
-        return "" if name != "pytorch" else f"{cuda.name}_" if cuda else "cpu_"
-
     def add(self, package: Path, subdir: str) -> None:
         """Move a finished package in; a rename, so that it is never seen half written."""
         target = self.root / subdir / package.name
         os.replace(package, target)
-        self.made.add(target)
+        self.verified.add(target)
         self.changed = True
 
     def write(self, work: Path, files: Iterable[File], package: Package) -> None:
         self.report(package.name)
         self.add(write(package, files, work), package.subdir)
 
-    def download(self, pins: list) -> list[Path]:
+    def download(self, pins: list[Pin]) -> list[tuple[Pin, Path]]:
         self.report("wheels")
         try:
             return download(self.root / ".wheels", pins)
@@ -181,12 +186,8 @@ class LocalChannel:
                 f"the wheels that pins.yaml lists could not be had; run it again to go on. pip says:\n{error}"
             ) from error
 
-    def make_wheel(self, path: Path, cuda: Cuda | None, work: Path, compilers: Executor) -> None:
+    def make_wheel(self, pin: Pin, path: Path, cuda: Cuda | None, work: Path, compilers: Executor) -> None:
         wheel = Wheel(path, self.pins.python)
-        wanted = (*self.pins.wheels, *self.pins.cpu)
-        if cuda:
-            wanted = (*self.pins.cuda[cuda].libraries, *self.pins.cuda[cuda].compiler)
-        pin = next(pin for pin in wanted if pin.key == key(path))
         needs_cuda = [cuda.requirement] if cuda else []
         plain = partial(Package, pin.name, pin.version)
         if pin.name == "cuda-cudart":  # Python finds its libraries in one place, nvcc its headers in another.
@@ -202,7 +203,7 @@ class LocalChannel:
             depends = [f"python {self.pins.python}.*", self.python_abi, *wheel.requirements(self.pins, cuda)]
             build, exports = f"{tag}h0000000_0", {}
             if pin.name == "pytorch":
-                build = f"{self.build(pin.name, cuda)}generic_{tag}_h0000000_0"
+                build = f"{build_of(pin.name, cuda)}generic_{tag}_h0000000_0"
                 depends += ["libstdcxx", *needs_cuda, *(["__cuda"] if cuda else [])]
                 # As conda-forge's; recipes on the stable ABI ignore them.
                 exports = {"weak": [f"pytorch {pin.version}.*", f"libtorch {pin.version}.*"]}
@@ -256,6 +257,11 @@ class LocalChannel:
         major = gcc.split(".")[0]
         found = {"c_compiler_version": [major], "cxx_compiler_version": [major], "c_stdlib_version": [glibc]}
         return {**self.pins.pinning, **found}
+
+
+def build_of(name: str, cuda: Cuda | None) -> str:
+    """How the build string begins of the one package that has several builds of a version."""
+    return "" if name != "pytorch" else f"{cuda.name}_" if cuda else "cpu_"
 
 
 def sha256(path: Path) -> str:

@@ -55,10 +55,6 @@ class Pin:
         """Without the local part: 2.13.0 for PyPI's 2.13.0+cpu."""
         return self.full_version.split("+")[0]
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.wheel, self.full_version
-
 
 @dataclass(frozen=True)
 class CudaPins:

@@ -33,7 +33,7 @@ class DownloadError(Exception):
     """What pip said."""
 
 
-def download(folder: Path, pins: Sequence[Pin]) -> list[Path]:
+def download(folder: Path, pins: Sequence[Pin]) -> list[tuple[Pin, Path]]:
     """The wheels of `pins`, checked against their hashes, the largest first; what is there is not fetched again."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = folder / "wanted.txt"
@@ -44,14 +44,12 @@ def download(folder: Path, pins: Sequence[Pin]) -> list[Path]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise DownloadError("\n".join(x for x in done.stderr.splitlines() if x.startswith(("ERROR", "    "))))
-    keys = {pin.key for pin in pins}
-    found = [path for path in folder.glob("*.whl") if key(path) in keys]
-    return sorted(found, key=lambda path: -path.stat().st_size)
-
-
-def key(wheel: Path) -> tuple[str, str]:
-    name, version, _, _ = parse_wheel_filename(wheel.name)
-    return name, str(version)
+    wheels = {}
+    for path in folder.glob("*.whl"):
+        name, version, _, _ = parse_wheel_filename(path.name)
+        wheels[name, str(version)] = path
+    found = [(pin, wheels[pin.wheel, pin.full_version]) for pin in pins]
+    return sorted(found, key=lambda pair: -pair[1].stat().st_size)
 
 
 class Wheel:

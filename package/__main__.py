@@ -44,9 +44,8 @@ VARIANTS = ("cpu", "cuda", "all")
 
 def source_filter() -> dict[str, list[str]]:
     """What the recipe takes from the checkout: the patterns to include and to exclude."""
-    lines = (RECIPE / "recipe.yaml").read_text()
     try:
-        return yaml.safe_load(lines)["source"]["filter"]
+        return yaml.safe_load((RECIPE / "recipe.yaml").read_text())["source"]["filter"]
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise ChannelError(f"recipe/recipe.yaml can't be read: {error}") from error
 
@@ -107,13 +106,13 @@ def make(wanted: str, dist: Path) -> None:
     rendered = [variant for variant in engine.render() if wanted == "all" or variant.name.startswith(wanted)]
     cudas = [variant.cuda for variant in rendered if variant.cuda]
 
-    def ensure(title: str, verify: bool) -> None:
+    def ensure(title: str, verify: bool, long: bool = True) -> None:
         if local:
-            with steps(title) as status:
+            with steps(title, long) as status:
                 local.report = lambda what: status.update(f"{title}: [dim]{what}")
                 local.ensure(cudas, verify)
 
-    ensure(f"local channel{' with CUDA' if cudas else ''}", verify=False)
+    ensure(f"local channel{' with CUDA' if cudas else ''}", verify=False, long=bool(local and local.lacking(cudas)))
     state_file, work = dist / "packages.json", dist / "work"
     states = json.loads(state_file.read_text()) if state_file.exists() else {}
     marks = {each: fingerprint(each.name, url, local.digest(each.cuda) if local else "") for each in rendered}

@@ -76,10 +76,10 @@ class Engine:
         cache = {"RATTLER_CACHE_DIR": str(self.cache)} if self.cache else {}
         own = {"TMPDIR": temporary, "SOURCE_DATE_EPOCH": str(self.epoch), "PYTHONPATH": str(ROOT), **cache}
         fields = {"url": self.url, "pinning": self.pinning, "recipe": str(self.recipe), "variant": variant.name}
-        answer = Path(temporary, "answer.json")
+        reply = Path(temporary, "reply.json")
         try:
             with subprocess.Popen(
-                [sys.executable, "-m", "package.engine", answer],
+                [sys.executable, "-m", "package.engine", reply],
                 env={**os.environ, **own, **variant.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -91,9 +91,9 @@ class Engine:
                 child.stdin.close()
                 for line in child.stdout:
                     log.add(line.rstrip("\n"))
-            if not answer.exists():
+            if not reply.exists():
                 return {"error": f"the build engine ended with status {child.returncode}\n"}
-            return json.loads(answer.read_text())
+            return json.loads(reply.read_text())
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -141,7 +141,7 @@ def answer(request: dict) -> dict[str, str]:
             rattler_build.ToolConfiguration(test_strategy="skip"),
             request["out"],
             channels=[request["url"]],
-            package_format="conda:19",
+            package_format="conda:1",  # It is written once more, and smaller, by make_reproducible().
             no_include_recipe=True,
             progress_callback=Printer(),  # type: ignore[arg-type]
         )

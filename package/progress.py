@@ -52,10 +52,10 @@ class Steps:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, title: str) -> Iterator:
+    def __call__(self, title: str, long: bool = True) -> Iterator:
         start = time.monotonic()
         usual = max((seconds for known, seconds in USUAL.items() if title.startswith(known)), default=0)
-        announced = f"{title} (usually {usual} s)"
+        announced = f"{title} (usually {usual} s)" if long else title
         if not console.is_terminal:
             console.print(f"{announced} ...")
         with console.status(announced) as status:

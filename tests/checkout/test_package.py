@@ -303,6 +303,16 @@ class TestLocalChannel:
         assert gone.exists() and {path: path.stat().st_mtime_ns for path in before} == before
         assert ensure(channel) == []
 
+    def test_run_that_ended_before_its_index(self, channel):
+        index = channel / "noarch" / "repodata.json"
+        content = json.loads(index.read_text())
+        (gone,) = (name for name in content["packages.conda"] if name.startswith("pluggy-"))
+        record = content["packages.conda"].pop(gone)
+        index.unlink()  # A link to the original's.
+        index.write_text(json.dumps(content))
+        assert ensure(channel) == ["index"]
+        assert json.loads(index.read_text())["packages.conda"][gone]["sha256"] == record["sha256"]
+
     def test_damaged_package(self, channel):
         (victim,) = (channel / "noarch").glob("pluggy-*.conda")
         content = victim.read_bytes()
@@ -603,12 +613,22 @@ class TestBadInput:
         assert done.returncode == 1 and "error: the build failed" in done.stdout
         assert re.search(r"No candidates were found for pytorch", done.stdout), done.stdout
 
-    def test_unreadable_recipe_and_uncommitted_changes(self, packages, tmp_path):
+    def test_unreadable_recipe(self, tmp_path):
         checkout = clone(tmp_path / "checkout")
-        (checkout / "recipe" / "recipe.yaml").write_text("package: [extension_cpp\n")
-        done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
-        assert "note: 1 uncommitted change will be in the package: recipe/recipe.yaml" in done.stdout
-        assert done.returncode == 1 and "error: recipe/recipe.yaml can't be read" in done.stdout
+        recipe = checkout / "recipe" / "recipe.yaml"
+        for text in ("package: [extension_cpp\n", recipe.read_text().replace("requirements:", "requirement:")):
+            recipe.write_text(text)
+            done = make(cwd=checkout, CHANNEL="conda-forge", DIST=str(tmp_path / "dist"))
+            assert done.returncode == 1 and "error: recipe/recipe.yaml can't be read" in done.stdout
+
+    def test_uncommitted_changes(self, tmp_path):
+        """Those of what the recipe packs."""
+        checkout = clone(tmp_path / "checkout")
+        for name in ("LICENSE", "Makefile", "tests/checkout/clones.py", "csrc/.hidden/file"):
+            (checkout / name).parent.mkdir(exist_ok=True)
+            (checkout / name).write_text("changed\n")
+        done = make(cwd=checkout, CHANNEL="/nowhere", DIST=str(tmp_path / "dist"))
+        assert "note: 1 uncommitted change will be in the package: LICENSE ..." in done.stdout
 
     def test_compiler_error(self, packages, tmp_path):
         checkout = clone(tmp_path / "checkout")
