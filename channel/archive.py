@@ -108,6 +108,20 @@ def write(package: Package, files: Iterable[File], folder: Path) -> Path:
     return path
 
 
+def index_json(package: Path) -> dict:
+    """The metadata that a package carries."""
+    with (
+        zipfile.ZipFile(package) as archive,
+        archive.open(f"info-{package.stem}.tar.zst") as stream,
+        zstd.ZstdFile(stream) as plain,
+        tarfile.open(fileobj=plain, mode="r|") as tar,
+    ):
+        for member in tar:
+            if member.name == "info/index.json" and (file := tar.extractfile(member)):
+                return json.loads(file.read())
+    raise OSError(f"{package} has no info/index.json")
+
+
 def entry(name: str) -> zipfile.ZipInfo:
     return zipfile.ZipInfo(name, (2024, 1, 1, 0, 0, 0))
 

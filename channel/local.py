@@ -7,7 +7,6 @@ made again, each appears whole or not at all, and a lock keeps two runs apart.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -22,11 +21,10 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import rattler
 import rattler_build
 from filelock import FileLock
 
-from channel.archive import File, Package, with_bytecode, write
+from channel.archive import File, Package, index_json, with_bytecode, write
 from channel.pins import Cuda, Pin, Pins
 from channel.wheels import DownloadError, Wheel, download
 
@@ -65,7 +63,7 @@ class LocalChannel:
     ) -> None:
         self.root, self.pins, self.report, self.warn = root.resolve(), pins, report, warn
         self.verified: set[Path] = set()
-        self.changed = False
+        self.added: set[Path] = set()
 
     @property
     def url(self) -> str:
@@ -98,11 +96,7 @@ class LocalChannel:
                     (self.root / subdir).mkdir(exist_ok=True)
                 self.drop_damaged(verify)
                 self.make(sorted(cudas))
-                there = {path for subdir in SUBDIRS for path in (self.root / subdir).glob("*.conda")}
-                if self.changed or there != {path for path, _ in self.indexed()}:  # A run can end before its index.
-                    self.report("index")
-                    asyncio.run(rattler.index.index_fs(self.root, write_zst=False, write_shards=False))
-                    self.changed = False
+                self.index()
         except (OSError, rattler_build.RattlerBuildError) as error:
             free = shutil.disk_usage(next(path for path in self.root.parents if path.exists())).free / 1e9
             raise ChannelError(
@@ -142,7 +136,6 @@ class LocalChannel:
                 self.warn(f"{path} is damaged; it is made again")
                 path.unlink()
                 self.verified.discard(path)
-                self.changed = True
 
     def indexed(self) -> Iterator[tuple[Path, dict]]:
         """The packages of the index, with what it says of each."""
@@ -151,6 +144,23 @@ class LocalChannel:
             records = json.loads(index.read_text())["packages.conda"] if index.exists() else {}
             for name, record in sorted(records.items()):
                 yield self.root / subdir / name, record
+
+    def index(self) -> None:
+        """Write the index; rattler's own indexer takes a minute for PyTorch and CUDA, as it reads more of each package."""
+        known = dict(self.indexed())
+        there = {path for subdir in SUBDIRS for path in (self.root / subdir).glob("*.conda")}
+        new = self.added | (there - known.keys())  # A run can end before its index.
+        if not new and there == known.keys():
+            return
+        self.report("index")
+        for subdir in SUBDIRS:
+            paths = sorted(path for path in there if path.parent.name == subdir)
+            records = {path.name: record_of(path) if path in new else known[path] for path in paths}
+            head = {"info": {"subdir": subdir}, "packages": {}, "repodata_version": 1}
+            written = self.root / subdir / ".repodata.json"
+            written.write_text(json.dumps({**head, "packages.conda": records}, indent=1))
+            os.replace(written, self.root / subdir / "repodata.json")
+        self.added.clear()
 
     def digest(self, cuda: Cuda | None) -> str:
         """Of the packages that a variant can be built from: what only other variants need doesn't change it."""
@@ -171,7 +181,7 @@ class LocalChannel:
         target = self.root / subdir / package.name
         os.replace(package, target)
         self.verified.add(target)
-        self.changed = True
+        self.added.add(target)
 
     def write(self, work: Path, files: Iterable[File], package: Package) -> None:
         self.report(package.name)
@@ -267,6 +277,11 @@ def build_of(name: str, cuda: Cuda | None) -> str:
 def sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def record_of(package: Path) -> dict:
+    """What an index says of a package."""
+    return {**index_json(package), "sha256": sha256(package), "size": package.stat().st_size}
 
 
 def python_files(work: Path) -> Iterator[File]:

@@ -115,11 +115,11 @@ class Pins:
         return {*versions.items(), *made.items(), ("cuda-cudart-dev_linux-64", runtime)}
 
     def groups(self, cudas: list[Cuda]) -> Iterator[tuple[Cuda | None, tuple[Pin, ...]]]:
-        """What is downloaded in one go, as pip has no two versions of torch in one; the largest come first."""
-        yield None, self.cpu
-        yield None, self.wheels
-        for cuda in cudas:
-            yield cuda, (*self.cuda[cuda].libraries, *self.cuda[cuda].compiler)
+        """What is downloaded at a time: torch by itself, as it takes longest to write and the others come in the meantime."""
+        for cuda in (None, *cudas):
+            pins = (*self.cuda[cuda].libraries, *self.cuda[cuda].compiler) if cuda else (*self.cpu, *self.wheels)
+            yield cuda, tuple(pin for pin in pins if pin.wheel == "torch")
+            yield cuda, tuple(pin for pin in pins if pin.wheel != "torch")
 
 
 def conda_name(wheel: str, names: dict[str, str]) -> str:

@@ -19,7 +19,7 @@ import pytest
 import rattler
 import rattler_build
 import yaml
-from clones import PROCS, clone, make
+from clones import PROCS, clone, lean, make
 from conda_package_streaming.package_streaming import CondaComponent, stream_conda_component
 from elftools.elf.elffile import ELFFile
 
@@ -217,7 +217,7 @@ class TestPackage:
         assert lines[1] - lines[0] == {"extension_cpp/_C_cuda.so,,"} and not lines[0] - lines[1]
 
     def test_reproducible(self, packages, tmp_path, monkeypatch):
-        """Built again in another folder, whose name has spaces, of the same commit's time: the same bytes.
+        """Built again in another folder, of the same commit's time: the same bytes.
 
         The CUDA package is made in the same way; of its compiler test_build.py shows it.
         """
@@ -226,10 +226,19 @@ class TestPackage:
         monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         pinning = local.LocalChannel(CHANNEL, Pins.load()).pinning()
         engine = Engine(CHANNEL.as_uri(), made["timestamp"] // 1000, ROOT / "dist" / "cache", pinning)
-        folder = tmp_path / "a folder with spaces"
-        again = engine.build(CPU, folder, quiet_log(tmp_path))
+        again = engine.build(CPU, tmp_path / "again", quiet_log(tmp_path))
         assert again.name == packages["cpu"].name
         assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(packages["cpu"].read_bytes()).digest()
+
+    def test_path_with_spaces(self, packages, tmp_path):
+        """A checkout of one family, from the build to the call."""
+        checkout = lean(tmp_path / "a check out", "add_one")
+        for file in checkout.glob("tests/test_*.py"):
+            if file.name not in ("test_add_one.py", "test_libraries.py"):
+                file.unlink()
+        done = make(cwd=checkout, CHANNEL=str(CHANNEL), RATTLER_CACHE_DIR=str(ROOT / "dist" / "cache"))
+        assert done.returncode == 0 and "do as documented under torch" in done.stdout, done.stdout + done.stderr
+        assert not (checkout / "dist" / "work").exists()
 
     def test_again_does_nothing(self, packages):
         done = make(VARIANT="all")
@@ -359,12 +368,13 @@ class TestLocalChannel:
         [
             (local.os, "replace", OSError(errno.ENOSPC, "No space left on device")),
             (local, "write", OSError(errno.ENOSPC, "No space left on device")),
-            (rattler.index, "index_fs", rattler_build.RattlerBuildError("No space left on device")),
+            (local.LocalChannel, "recipe", rattler_build.RattlerBuildError("No space left on device")),
         ],
         ids=["moving", "writing", "engine"],
     )
     def test_full_disk(self, channel, monkeypatch, module, name, error):
-        next((channel / "noarch").glob("iniconfig-*")).unlink()
+        for pattern in ("noarch/iniconfig-*", "linux-64/gxx_linux-64-*"):
+            next(channel.glob(pattern)).unlink()
         (channel / ".work-killed").mkdir()
 
         def full(*_, **__):
