@@ -133,7 +133,7 @@ def component(archive: zipfile.ZipFile, name: str) -> Iterator[tarfile.TarFile]:
     with (
         archive.open(entry(name), "w", force_zip64=True) as stream,
         zstd.ZstdFile(stream, "w", options=options) as compressed,
-        tarfile.open(fileobj=compressed, mode="w|", bufsize=BUFFER, copybufsize=BUFFER) as tar,
+        tarfile.open(fileobj=compressed, mode="w|", bufsize=BUFFER, copybufsize=BUFFER) as tar,  # type: ignore[call-overload]
     ):
         yield tar
 

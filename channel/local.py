@@ -74,8 +74,8 @@ class LocalChannel:
         found = []
         seen: set[tuple[str, str, str]] = set()
         for cuda, pins in self.pins.groups(sorted(cudas)):
-            wanted = {(pin.name, pin.version, build_of(pin.name, cuda)): pin for pin in pins}
-            lacking = [pin for key, pin in wanted.items() if key not in seen and not self.has(*key)]
+            wanted = {(name, pin.version, build_of(name, cuda)): pin for pin in pins for name in names_of(pin)}
+            lacking = list(dict.fromkeys(pin for key, pin in wanted.items() if key not in seen and not self.has(*key)))
             seen |= wanted.keys()
             found += [(cuda, lacking)] if lacking else []
         return found
@@ -200,9 +200,8 @@ class LocalChannel:
         wheel = Wheel(path, self.pins.python)
         needs_cuda = [cuda.requirement] if cuda else []
         plain = partial(Package, pin.name, pin.version)
-        if pin.name == "cuda-cudart":  # Python finds its libraries in one place, nvcc its headers in another.
-            dev = Package(f"{pin.name}-dev_{SUBDIR}", pin.version, "h0_0", SUBDIR, needs_cuda)
-            self.write(work, wheel.toolkit(), dev)
+        for dev in names_of(pin)[1:]:
+            self.write(work, wheel.toolkit(), Package(dev, pin.version, "h0_0", SUBDIR, needs_cuda))
         if cuda and pin in self.pins.cuda[cuda].compiler:
             self.write(work, wheel.toolkit(), plain("h0_0", SUBDIR, needs_cuda))
         elif wheel.pure:
@@ -236,30 +235,30 @@ class LocalChannel:
             self.write(work, files, package)
 
     def make_recipes(self, cudas: list[Cuda], work: Path) -> None:
-        """What is no wheel; the last output of each recipe tells whether it was built."""
-        if not self.has("python-abi3", "3.10"):
-            self.recipe(work, "abi.yaml", version=platform.python_version(), minor=self.pins.python)
+        """What is no wheel."""
+        self.recipe(work, "abi.yaml", version=platform.python_version(), minor=self.pins.python)
         gcc, glibc = system_versions()
-        if not self.has("gxx_linux-64", gcc):
-            cc, cxx = (shutil.which(os.environ.get(name, default)) for name, default in (("CC", "cc"), ("CXX", "c++")))
-            self.recipe(work, "system.yaml", gcc=gcc, glibc=glibc, cc=str(cc), cxx=str(cxx))
+        cc, cxx = (shutil.which(os.environ.get(name, default)) for name, default in (("CC", "cc"), ("CXX", "c++")))
+        self.recipe(work, "system.yaml", gcc=gcc, glibc=glibc, cc=str(cc), cxx=str(cxx))
         for cuda in cudas:
             pins = self.pins.cuda[cuda]
             versions = {name.replace("-", "_"): version for name, version in pins.versions.items()}
-            if not self.has(f"cuda-nvcc_{SUBDIR}", pins.versions["cuda-nvcc-tools"]):
-                self.recipe(work, "cuda.yaml", cuda=str(cuda), next=cuda.major + 1, driver=pins.driver, **versions)
+            self.recipe(work, "cuda.yaml", cuda=str(cuda), next=cuda.major + 1, driver=pins.driver, **versions)
 
     def recipe(self, work: Path, file: str, **context: str | int) -> None:
-        """Build a recipe of recipes/, with `context` for what it leaves open."""
+        """Build the outputs that are lacking of a recipe of recipes/, with `context` for what it leaves open."""
         recipe = rattler_build.Stage0Recipe.from_file(RECIPES / file)
         config = rattler_build.RenderConfig(extra_context=dict(context))
         tools = rattler_build.ToolConfiguration(test_strategy="skip")
         out = tempfile.mkdtemp(dir=work)
         for variant in recipe.render(rattler_build.VariantConfig(), config):
-            self.report(variant.recipe.package.name)
+            package = variant.recipe.package
+            if self.has(package.name, package.version):
+                continue
+            self.report(package.name)
             result = variant.run_build(tools, out, channels=[], package_format="conda:1", no_include_recipe=True)
-            for package in result.packages:
-                self.add(Path(package), result.platform)
+            for path in result.packages:
+                self.add(Path(path), result.platform)
 
     def pinning(self) -> dict[str, list[str]]:
         """What conda-forge's global pinning says, for this channel."""
@@ -267,6 +266,11 @@ class LocalChannel:
         major = gcc.split(".")[0]
         found = {"c_compiler_version": [major], "cxx_compiler_version": [major], "c_stdlib_version": [glibc]}
         return {**self.pins.pinning, **found}
+
+
+def names_of(pin: Pin) -> list[str]:
+    """The packages that a wheel becomes: Python finds CUDA's runtime in one place, nvcc its headers in another."""
+    return [pin.name, *([f"cuda-cudart-dev_{SUBDIR}"] if pin.name == "cuda-cudart" else [])]
 
 
 def build_of(name: str, cuda: Cuda | None) -> str:

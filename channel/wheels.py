@@ -44,7 +44,7 @@ def download(folder: Path, pins: Sequence[Pin]) -> list[tuple[Pin, Path]]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise DownloadError("\n".join(x for x in done.stderr.splitlines() if x.startswith(("ERROR", "    "))))
-    wheels = {}
+    wheels: dict[tuple[str, str], Path] = {}
     for path in folder.glob("*.whl"):
         name, version, _, _ = parse_wheel_filename(path.name)
         wheels[name, str(version)] = path

@@ -322,13 +322,16 @@ class TestLocalChannel:
         assert ensure(channel) == ["index"]
         assert json.loads(index.read_text())["packages.conda"][gone]["sha256"] == record["sha256"]
 
-    def test_damaged_package(self, channel):
-        (victim,) = (channel / "noarch").glob("pluggy-*.conda")
+    @pytest.mark.parametrize("name", ["noarch/pluggy", "linux-64/sysroot_linux-64", "linux-64/python-3.11"])
+    def test_damaged_package(self, channel, name):
+        """A wheel's, a recipe's and the interpreter's."""
+        (victim,) = channel.glob(f"{name}*.conda")
         content = victim.read_bytes()
         victim.unlink()
         victim.write_bytes(content[: len(content) // 2])
         assert f"{victim} is damaged; it is made again" in ensure(channel)
-        assert hashlib.sha256(victim.read_bytes()).hexdigest() in (channel / "noarch" / "repodata.json").read_text()
+        (made,) = channel.glob(f"{name}*.conda")
+        assert hashlib.sha256(made.read_bytes()).hexdigest() in (made.parent / "repodata.json").read_text()
 
     def test_replaced_package(self, channel):
         """One of the same size and time is not installed: installers don't look at what a local channel has."""
