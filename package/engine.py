@@ -65,7 +65,9 @@ class Engine:
         """Run the tests that the package carries; returns what pytest says in its last line."""
         result = self.run(variant, package.parent, log, do="test", package=str(package))
         if "error" in result:
-            raise ChannelError(f"{result['error']}{excerpt(log)}")
+            seen = {line.strip() for line in log.lines}
+            unseen = [line for line in result["error"].splitlines() if line.strip() not in seen]
+            raise ChannelError("\n".join([*unseen, excerpt(log)]))
         summaries = re.findall(r"(\d+ passed.*?) in [\d.]+s", "\n".join(log.lines))
         return summaries[-1] if summaries else "passed"
 
@@ -118,12 +120,17 @@ def excerpt(log: Log) -> str:
     return "\n".join([*errors[:15], *lines[-15:], f"The whole log is in {relative(Path(log.file.name))}"])
 
 
+def plain(line: str) -> str:
+    """Without colours."""
+    return re.sub(r"\x1b\[[\d;]*m", "", line)
+
+
 class Printer:
-    """The engine's log lines on standard output, without colours."""
+    """The engine's log lines on standard output."""
 
     def on_log(self, event) -> None:
         try:
-            print(re.sub(r"\x1b\[[\d;]*m", "", event.message), flush=True)
+            print(plain(event.message), flush=True)
         except BrokenPipeError:  # The parent was killed.
             os._exit(1)
 
@@ -133,7 +140,8 @@ def answer(request: dict) -> dict[str, str]:
         if request["do"] == "test":
             package = rattler_build.Package.from_file(request["package"])
             results = package.run_tests(channel=[request["url"]], progress_callback=Printer())  # type: ignore[arg-type]
-            failed = [line for result in results if not result.success for line in result.output]
+            # The log has most of it, but not why an environment can't be solved.
+            failed = [plain(line) for result in results if not result.success for line in result.output]
             return {} if all(results) else {"error": "".join(f"{line}\n" for line in failed[-15:])}
         engine = Engine(request["url"], 0, None, request["pinning"], Path(request["recipe"]))
         (rendered,) = (each for variant, each in engine.render().items() if variant.name == request["variant"])
