@@ -63,34 +63,31 @@ op-remove: $(VENV)/.ready
 new-distribution: $(VENV)/.ready
 	$(RUN) -m copier copy --trust --data "name=$(NAME)" --defaults "$(CURDIR)" "$(DEST)"
 
-# The conda engine has an environment of its own: it needs no torch.
-$(CONDA)/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv-conda
-	$(CONDA)/python -m pip install $(QUIET) --upgrade "pip>=25.1"
-	$(CONDA)/python -m pip install $(QUIET) --group conda
-	touch $@
+.PHONY: engine
+engine:
+	@$(PYTHON) package/prepare.py
 
-package: $(CONDA)/.ready
-	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.package
+package: engine
+	@PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m package
 
-# For PyPI: both libraries in one. The older the system that it is made on, the more systems it serves. Where there is no
+env: engine
+	@PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m package.env
+
+# For PyPI: both libraries in one. The older the system that it is made on, the more systems can use it. Where there is no
 # nvcc, NVIDIA's wheels have one.
 NVCC := $(shell command -v nvcc)
 wheel: $(VENV)/.ready $(if $(NVCC),,build/nvcc/.ready)
 	rm -rf dist/wheel
-	USE_CUDA=1 $(if $(NVCC),,CUDA_HOME=$(CURDIR)/build/nvcc/nvidia/cu13) \
+	USE_CUDA=1 $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
 	    $(RUN) -m build --wheel --no-isolation --outdir dist/wheel/made
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist/wheel dist/wheel/made/*.whl
 
-build/nvcc/.ready: channel/wheels.txt | $(VENV)/.ready
-	mkdir -p build/nvcc
-	grep -E '^nvidia-(cuda-(nvcc|crt|cccl|runtime)|nvvm)==' $< > build/nvcc/wheels.txt
+build/nvcc/.ready: channel/pins.yaml | $(VENV)/.ready
+	rm -rf build/nvcc && mkdir -p build/nvcc
+	$(RUN) -m channel.pins > build/nvcc/wheels.txt
 	$(RUN) -m pip install $(QUIET) --no-deps --upgrade --target build/nvcc -r build/nvcc/wheels.txt
 	touch $@
-
-env: $(CONDA)/.ready
-	PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m channel.env
 
 # Alone it measures everything, saves and draws. BENCH has options, and COMPARE=<commit> says what became faster or slower
 # since that commit's results: with either nothing is saved, unless BENCH has --save, which `make report` draws then.

@@ -10,7 +10,7 @@ from torch import Tensor
 import extension_cpp
 from benchmarks.contenders import DTYPES, backward, compiled, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
-from extension_cpp.ops.add_one import add_one_reference, my_op_reference
+from extension_cpp.ops._operator import reference_of
 
 SCALAR = 1.5
 
@@ -28,11 +28,11 @@ def scaled(input: Tensor) -> Tensor:
 
 
 def reference(input: Tensor) -> Tensor:
-    return my_op_reference(input, SCALAR)
+    return reference_of(extension_cpp.my_op)(input, SCALAR)
 
 
 PEERS: dict[str, tuple[Function, Function, dict[str, Function]]] = {
-    "add_one": (extension_cpp.add_one, add_one_reference, {"input + 1": plus_one}),
+    "add_one": (extension_cpp.add_one, reference_of(extension_cpp.add_one), {"input + 1": plus_one}),
     "my_op": (my_op, reference, {"input * scalar": scaled}),
 }
 

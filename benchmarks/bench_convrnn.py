@@ -12,7 +12,7 @@ from torch.nn.functional import conv1d, pad
 import extension_cpp
 from benchmarks.contenders import backward, compiled, graphed
 from benchmarks.harness import OURS, Case, Function
-from extension_cpp.ops.convrnn import convrnn_forward_reference
+from extension_cpp.ops._operator import reference_of
 
 SIZES = {"cpu": [(2, 10, 64), (32, 128, 16), (32, 256, 512)], "cuda": [(2, 10, 64), (32, 256, 512), (64, 1024, 1024)]}
 STEPS = {"cpu": (16, 64), "cuda": (16, 64, 1024)}  # of a curve that has one of the sizes on it
@@ -73,7 +73,7 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
         device,
         peers(device, lambda f: f),
         lambda: inputs(device, dtype, size, taps),
-        convrnn_forward_reference,
+        reference_of(extension_cpp.convrnn_forward),
         bytes=2 * dtype.itemsize * elements,
         operations=2 * taps * elements,
         short=size == SIZES["cpu"][1],
@@ -84,7 +84,7 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
         device,
         peers(device, backward),
         training,
-        backward(convrnn_forward_reference),
+        backward(reference_of(extension_cpp.convrnn_forward)),
         kind="forward and backward",
         bytes=5 * dtype.itemsize * elements,
         operations=6 * taps * elements,

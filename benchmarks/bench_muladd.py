@@ -11,7 +11,7 @@ from torch import Tensor
 import extension_cpp
 from benchmarks.contenders import DTYPES, backward, compiled, graphed, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
-from extension_cpp.ops import _backends, muladd
+from extension_cpp.ops import _backends
 
 FRESH = (26,)  # On the CPU: what memory that is fresh for every result costs.
 LEAST_GRAPH = 20  # Below, a CUDA graph shows the time of its launch.
@@ -23,7 +23,7 @@ def mymuladd(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mymuladd_reference(a: Tensor, b: Tensor) -> Tensor:
-    return muladd.mymuladd_reference(a, b, C)
+    return reference_of(extension_cpp.mymuladd)(a, b, C)
 
 
 def eager(a: Tensor, b: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def forward(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
         device,
         {OURS: extension_cpp.mymul, "torch.mul": torch.mul},
         two,
-        muladd.mymul_reference,
+        reference_of(extension_cpp.mymul),
         operations=n,
         **common,
     )
@@ -77,7 +77,7 @@ def forward(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
         device,
         {OURS: returning_out(extension_cpp.myadd_out), "torch.add(out=)": lambda a, b, out: torch.add(a, b, out=out)},
         four,
-        returning_out(muladd.myadd_out_reference),
+        returning_out(reference_of(extension_cpp.myadd_out)),
         operations=n,
         short=short,
         **common,
@@ -112,7 +112,7 @@ def in_triton(dtype: torch.dtype, log2: int) -> Iterator[Case]:
     chosen = {OURS: graphed(lambda a, b: ops.mymuladd.triton(a, b, C)), "native graph": graphed(mymuladd)}
     yield Case("mymuladd", "cuda", chosen, two, mymuladd_reference, operations=2 * n, **common)
     chosen = {OURS: graphed(ops.mymul.triton), "native graph": graphed(extension_cpp.mymul)}
-    yield Case("mymul", "cuda", chosen, two, muladd.mymul_reference, operations=n, **common)
+    yield Case("mymul", "cuda", chosen, two, reference_of(extension_cpp.mymul), operations=n, **common)
 
 
 def training(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:

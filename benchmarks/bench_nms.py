@@ -11,7 +11,7 @@ from torch import Tensor
 import extension_cpp
 from benchmarks.contenders import compiled_cpp, graphed
 from benchmarks.harness import OURS, Case, reported
-from extension_cpp.ops.nms import batched_nms_reference, nms_padded_reference, nms_reference
+from extension_cpp.ops._operator import reference_of
 
 try:
     import torchvision
@@ -103,7 +103,7 @@ def single(device: str, make: Callable[[], tuple[Tensor, Tensor]], n: int, **des
         device,
         {name: lambda boxes, scores, f=f: f(boxes, scores, THRESHOLD) for name, (f, _) in peers(device).items()},
         lambda: tuple(t.to(device) for t in make()),
-        lambda boxes, scores: nms_reference(boxes, scores, THRESHOLD),
+        lambda boxes, scores: reference_of(extension_cpp.nms)(boxes, scores, THRESHOLD),
         dtype=torch.float32,
         bytes=20 * n,
         **described,
@@ -120,7 +120,7 @@ def batched(device: str, n: int) -> Case:
         device,
         {name: lambda *args, f=f: f(*args, THRESHOLD) for name, (_, f) in peers(device).items()},
         inputs,
-        lambda *args: batched_nms_reference(*args, THRESHOLD),
+        lambda *args: reference_of(extension_cpp.batched_nms)(*args, THRESHOLD),
         kind=f"{CLASSES} classes",
         dtype=torch.float32,
         size=f"{n:,}",
@@ -153,7 +153,7 @@ def padded(device: str, n: int) -> Case:
             **{name: pad(function) for name, (function, _) in peers(device).items() if name != OURS},
         },
         lambda: tuple(t.to(device) for t in random_boxes(n, 1_000)),
-        lambda boxes, scores: nms_padded_reference(boxes, scores, THRESHOLD),
+        lambda boxes, scores: reference_of(extension_cpp.nms_padded)(boxes, scores, THRESHOLD),
         kind="in a field of 1,000",
         dtype=torch.float32,
         size=f"{n:,}",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Function
+from benchmarks.harness import OURS, Case, Function
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -76,3 +77,51 @@ def graphed(function: Function) -> Function:
         return captured["results"]
 
     return run
+
+
+def elementwise_cases(
+    function: Any, arguments: Callable[..., tuple] = lambda *tensors: tensors, tensors: int = 1
+) -> Callable[[str], Iterator[Case]]:
+    """The cases of an elementwise operator of this package, next to its reference, eager and compiled.
+
+    Args:
+        function: the public function.
+        arguments: makes its arguments of vectors.
+        tensors: how many of them.
+    """
+    operator = function.operator
+
+    def returning(call: Function) -> Function:
+        """What a call has computed: its result, or what it wrote."""
+
+        def run(*vectors: Tensor) -> object:
+            given = arguments(*vectors)
+            result = call(*given)
+            return given[operator.written[0]] if operator.written else result
+
+        return run
+
+    ours, eager = returning(function), returning(operator.reference)
+    # torch.compile takes no result of a size that it can't know.
+    peers = {"eager": eager} | ({} if operator.signature.dynamic_size else {"compiled": compiled(eager)})
+    moved = tensors + (len(operator.written) or len(operator.signature.results))
+
+    def cases(device: str) -> Iterator[Case]:
+        for dtype in DTYPES:
+            for log2 in sizes(device, dtype):
+                n = 2**log2
+                yield Case(
+                    operator.name,
+                    device,
+                    {OURS: ours, **peers},
+                    vectors(device, dtype, n, tensors),
+                    eager,
+                    dtype=dtype,
+                    size=f"2^{log2}",
+                    x=n,
+                    bytes=moved * dtype.itemsize * n,
+                    operations=n,
+                    short=log2 == 20,
+                )
+
+    return cases

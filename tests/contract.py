@@ -166,6 +166,21 @@ def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "channels last", t.clone(memory_format=torch.channels_last)
 
 
+def elementwise_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor of each kind that an elementwise operator meets: scalar, empty, more than a vector, strided, broadcast."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+    for shape in ((7,), (3, 5), (), (0,), (2, 0, 3), (33, 65), (1030,), (2, 3, 4, 5)):
+        yield make(*shape)
+    yield make(65, 33).t()
+    yield make(6).expand(4, 6)
+    yield make(2, 6, 4, 4).contiguous(memory_format=torch.channels_last)
+    yield make(3, 4, 2, 5, 3)[::2, 1:, :, ::3].permute(4, 1, 3, 0, 2)
+
+
 class Contract:
     """The checks. `op` is the operator under test; subclasses may add tests of their own."""
 

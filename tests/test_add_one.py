@@ -2,27 +2,13 @@
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Case, same_bits, significant_strides
+from contract import DEVICES, FLOATING, Case, Contract, elementwise_samples, same_bits, significant_strides
 from hypothesis import given
 from hypothesis import strategies as st
-from test_muladd import available_memory, strided_tensor
+from strategies import available_memory, strided_tensor
 
 import extension_cpp
 from extension_cpp.ops import _backends
-
-
-def singles(device: str, dtype: torch.dtype):
-    generator = torch.Generator(device).manual_seed(0)
-
-    def make(*shape):
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
-
-    for shape in ((7,), (3, 5), (), (0,), (2, 0, 3), (33, 65), (1030,), (2, 3, 4, 5)):
-        yield make(*shape)
-    yield make(65, 33).t()
-    yield make(6).expand(4, 6)
-    yield make(2, 6, 4, 4).contiguous(memory_format=torch.channels_last)
-    yield make(3, 4, 2, 5, 3)[::2, 1:, :, ::3].permute(4, 1, 3, 0, 2)
 
 
 def wrong_singles(op: str, device: str):
@@ -36,7 +22,7 @@ def wrong_singles(op: str, device: str):
 class TestAddOne(Contract):
     op = Case(
         function=extension_cpp.add_one,
-        samples=lambda device, dtype: ((t,) for t in singles(device, dtype)),
+        samples=lambda device, dtype: ((t,) for t in elementwise_samples(device, dtype)),
         errors=lambda device: (((t,), message) for t, message in list(wrong_singles("add_one", device))[:-1]),
         magnitude=lambda t: t.abs() + 1,
     )
@@ -45,7 +31,7 @@ class TestAddOne(Contract):
 class TestMyOp(Contract):
     op = Case(
         function=extension_cpp.my_op,
-        samples=lambda device, dtype: ((t, c) for t, c in zip(singles(device, dtype), [1.5, 0, -2.25] * 4)),
+        samples=lambda device, dtype: ((t, c) for t, c in zip(elementwise_samples(device, dtype), [1.5, 0, -2.25] * 4)),
         errors=lambda device: (((t, 2.0), message) for t, message in list(wrong_singles("my_op", device))[:-1]),
     )
 

@@ -5,7 +5,6 @@ import torch
 from contract import DEVICES, Case, Contract
 from torch import Tensor
 
-from extension_cpp.ops import _signature
 from extension_cpp.ops._operator import operator
 
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")

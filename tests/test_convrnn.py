@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Case, gradients, same_bits
+from contract import DEVICES, FLOATING, Case, Contract, gradients, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

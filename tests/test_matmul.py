@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Case, guarded, same_bits
+from contract import DEVICES, FLOATING, Case, Contract, guarded, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Contract, Case, same_bits, significant_strides
+from contract import DEVICES, FLOATING, Case, Contract, same_bits, significant_strides
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import available_memory, strided_tensor
 from torch import Tensor
 
 import extension_cpp
@@ -187,29 +188,6 @@ class TestMyAddOut(Contract):
 
 
 @st.composite
-def strided_tensor(draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values of every kind, in a view with permuted dimensions, steps, an offset and broadcast dimensions."""
-    special = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan")]
-    info = torch.finfo(dtype)
-    special += [info.max, info.min, info.tiny, info.smallest_normal / 4, 1 + info.eps]
-    order = draw(st.permutations(range(len(shape))))
-    steps = draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=len(shape), max_size=len(shape)))
-    expanded = draw(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
-    offset = draw(st.integers(0, 3))
-    stored = [1 if expanded[d] else shape[d] * steps[d] for d in order]
-    numel = offset + int(torch.tensor(stored).prod()) if stored else offset + 1
-    seed = draw(st.integers(0, 2**31))
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-    for i, value in enumerate(draw(st.lists(st.sampled_from(special), max_size=8))):
-        if numel:
-            values[(seed + 7 * i) % numel] = value
-    base = values[offset:].reshape(stored)
-    view = base.permute([list(order).index(d) for d in range(len(shape))])
-    view = view[tuple(slice(None, None, 1 if expanded[d] else steps[d]) for d in range(len(shape)))]
-    return view.expand(shape)
-
-
-@st.composite
 def strided_pair(draw, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=5)))
     narrowed = tuple(1 if draw(st.booleans()) else size for size in shape)
@@ -338,11 +316,6 @@ class TestEverywhere:
             tall = row[: 2**31].view(2**16, 2**15)
             got = extension_cpp.mymul(tall, tall[:1, :].t().expand(2**15, 2**16).t())
             assert torch.equal(got[-1, -5:], tall[-1, -5:] * tall[0, -5:])
-
-
-def available_memory() -> float:
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
 def test_huge_pages_under_a_large_result():

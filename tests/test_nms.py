@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contract import DEVICES, Contract, Case
+from contract import DEVICES, Case, Contract
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PROCS = ("cpu", "cuda130")
+PROCS = ("cpu", "cuda130")  # Of the local channel.
 
 
 def git(checkout: Path, *arguments: str) -> str:
@@ -52,7 +52,7 @@ def lean(checkout: Path, family: str) -> Path:
 
 
 def make(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    command = command or (sys.executable, "-m", "channel.package")
+    command = command or (sys.executable, "-m", "package")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {**os.environ, "PATH": path, "CHANNEL": "local", **variables}
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)

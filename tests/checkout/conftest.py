@@ -1,4 +1,4 @@
-"""Ends the run without Python's own clean-up, which py-rattler's threads make crash now and then (channel/package.py)."""
+"""Ends the run without Python's own clean-up, which py-rattler's threads make crash now and then (package/__main__.py)."""
 
 import json
 import os

@@ -10,7 +10,7 @@ import pytest
 import rattler
 import rattler.exceptions
 
-package = pytest.importorskip("channel.package")
+engine = pytest.importorskip("package.engine")
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ class Case(NamedTuple):
     type: str
     get: str
     cuda: str | None
-    """The newest CUDA that the machine's driver serves."""
+    """The newest CUDA that the machine's driver can run."""
     wanted: tuple[str, ...]
     build: str
     """How the build string must begin, or what the error must name."""
@@ -207,8 +207,8 @@ def channel(folder: Path, procs: tuple[str, ...]) -> str:
             pin = f"cuda-version >={cuda},<{int(cuda[:2]) + 1}"
             build = f"cuda{cuda.replace('.', '')}_generic_200"
             records.append(record("pytorch", version, build, ("python >=3.11", "__cuda", pin)))
-    for proc, rendered in package.render("all", local=False).items():
-        if proc in procs:
+    for variant, rendered in engine.Engine("", 0).render().items():
+        if variant.name in procs:
             recipe = rendered.recipe.to_dict()
             needs = tuple(recipe["requirements"]["run"])
             records.append(record("extension_cpp", recipe["package"]["version"], recipe["build"]["string"], needs))
@@ -278,7 +278,7 @@ def test_a_driver_appears_and_disappears(url):
 def test_override(url, case, monkeypatch):
     """The variable by which users and builds tell the solver which driver to think of."""
     monkeypatch.setenv("CONDA_OVERRIDE_CUDA", case.cuda or "")
-    check(asyncio.run(package.solve([url], list(case.wanted))), case.build, case.pytorch)
+    check(asyncio.run(engine.solve([url], list(case.wanted))), case.build, case.pytorch)
 
 
 def test_the_table_of_the_readme():
@@ -298,6 +298,6 @@ def test_install_commands_of_the_readme(packages):
     for command in commands:
         channels = [name.replace("$PWD", str(ROOT)) for name in re.findall(r"-c (\S+)", command)]
         channels = [(ROOT / "dist" / "channel").as_uri() if name == "conda-forge" else name for name in channels]
-        records = asyncio.run(package.solve(channels, [command.split()[-1]]))
+        records = asyncio.run(engine.solve(channels, [command.split()[-1]]))
         names = {record.name.normalized for record in records}
         assert {"extension_cpp", "pytorch", "python"} <= names and "gxx_linux-64" not in names

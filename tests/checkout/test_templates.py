@@ -163,7 +163,7 @@ class TestDistribution:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         variables = {**channels, "PATH": path, "VARIANT": "cuda"}
         made = generate(original, tmp_path / "made")
-        said = made.run("channel.package", **variables)
+        said = made.run("package", **variables)
         assert "1 of 1 operators do as documented under torch 2.14.1+cu130, with CUDA kernels" in said
         wanted = [
             (tmp_path / "made" / "dist" / "conda").as_uri(),
@@ -173,7 +173,8 @@ class TestDistribution:
         install = f"""
 import asyncio, json
 from pathlib import Path
-from channel.package import install, leave
+from package.__main__ import leave
+from package.install import install
 asyncio.run(install(["{NAME} * cuda*", "extension_cpp * cuda*", "python"], {wanted}, Path({str(tmp_path / "env")!r})))
 leave(0)
 """

@@ -1,6 +1,6 @@
 """`make env`: the development environment of environment.yml in dist/dev.
 
-From conda-forge all of it; from the local channel what that has, saying what is left out. CUDA=0 leaves out CUDA.
+All of it from conda-forge; what the local channel lacks is left out, and named. CUDA=0 leaves out CUDA.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from pathlib import Path
 import yaml
 from rattler import MatchSpec
 
-from channel.build import SUBDIR, ChannelError, conda_name
-from channel.package import ROOT, choose_channel, console, install, leave, relative
+from channel.local import SUBDIRS, ChannelError, LocalChannel
+from channel.pins import conda_name
+from package.__main__ import leave
+from package.channels import cache_for, choose_channel
+from package.install import install
+from package.progress import ROOT, Steps, console, relative
 
 # conda-forge's metapackages, and what the local channel has in their place.
 STAND_INS = {"cxx-compiler": "gxx_linux-64", "cuda-toolkit": "cuda-nvcc_linux-64"}
@@ -26,31 +30,35 @@ def specs(cuda: bool) -> list[str]:
     return [spec for spec in yaml.safe_load("\n".join(kept))["dependencies"] if isinstance(spec, str)]
 
 
-def available(wanted: list[str], root: Path) -> tuple[list[str], list[str]]:
+def available(wanted: list[str], local: LocalChannel) -> tuple[list[str], list[str]]:
     """Which of the specs a local channel has packages for, under its own names, and which it hasn't."""
-    there = {path.name.rsplit("-", 2)[0] for subdir in (SUBDIR, "noarch") for path in (root / subdir).glob("*.conda")}
-    have, lack = [], []
+    there = {path.name.rsplit("-", 2)[0] for subdir in SUBDIRS for path in (local.root / subdir).glob("*.conda")}
+    have: list[str] = []
+    lack: list[str] = []
     for spec in wanted:
         name, _, rest = spec.partition(" ")
-        name = STAND_INS.get(name, conda_name(name) if name != "python" else name)
+        name = STAND_INS.get(name) or conda_name(name, local.pins.names)
         (have if name in there else lack).append(f"{name} {rest}".strip() if name in there else spec)
     return have, lack
 
 
 def main() -> int:
     dist = Path(os.environ.get("DIST", ROOT / "dist"))
-    dist.mkdir(parents=True, exist_ok=True)
+    steps = Steps()
     try:
+        dist.mkdir(parents=True, exist_ok=True)
         wanted = specs(cuda=os.environ.get("CUDA", "1") != "0")
         url, local = choose_channel(dist)
         if local:
-            with console.status("local channel"):
-                local.ensure()
-            wanted, lacking = available(wanted, local.root)
+            with steps("local channel"):
+                local.ensure(verify=True)
+            wanted, lacking = available(wanted, local)
             if lacking:
                 console.print(f"not in the local channel, and left out: {', '.join(lacking)}")
-        installed = asyncio.run(install([str(MatchSpec(spec)) for spec in wanted], [url], dist / "dev"))
-    except ChannelError as error:
+        with steps("install"):
+            exact = [str(MatchSpec(spec)) for spec in wanted]
+            installed = asyncio.run(install(exact, [url], dist / "dev", cache=cache_for(url, dist)))
+    except (ChannelError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", markup=True)
         return 1
     console.print(
