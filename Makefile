@@ -53,7 +53,7 @@ test-packages: build
 op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
 	$(MAKE) build
-	$(RUN) -m pytest "tests/test_$(NAME).py" --write-answers
+	$(RUN) -m pytest "tests/test_$(NAME).py"
 
 op-remove: $(VENV)/.ready
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)
@@ -109,16 +109,17 @@ matrix: build
 	$(MAKE) package VARIANT=all
 	$(RUN) tests/checkout/matrix.py $(MATRIX)
 
+CSRC = $(shell find csrc -type f)
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror csrc/*
+	$(VENV)/bin/clang-format --dry-run --Werror $(CSRC)
 
 format: $(VENV)/.ready
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
-	$(VENV)/bin/clang-format -i csrc/*
+	$(VENV)/bin/clang-format -i $(CSRC)
 
 clean:
 	rm -rf build dist *.egg-info extension_cpp/*.so

@@ -12,6 +12,7 @@ import extension_cpp
 from benchmarks.contenders import DTYPES, backward, compiled, graphed, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops import _backends
+from extension_cpp.ops._operator import reference_of
 
 FRESH = (26,)  # On the CPU: what memory that is fresh for every result costs.
 LEAST_GRAPH = 20  # Below, a CUDA graph shows the time of its launch.

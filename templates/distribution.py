@@ -63,7 +63,9 @@ def finish(operation: str) -> None:
     ruff = [sys.executable, "-m", "ruff"]
     subprocess.run([*ruff, "check", "--no-cache", "--quiet", "--fix", "--select", "I,RUF022", "."], check=True)
     subprocess.run([*ruff, "format", "--no-cache", "--quiet", "."], check=True)
-    subprocess.run([scripts / "clang-format", "-i", *map(str, Path("csrc").iterdir())], check=True)
+    subprocess.run(
+        [scripts / "clang-format", "-i", *(str(path) for path in Path("csrc").rglob("*") if path.is_file())], check=True
+    )
     if operation == "copy":
         subprocess.run([sys.executable, "-m", "templates.op", "add", EXAMPLE], check=True)
 

@@ -19,11 +19,26 @@ ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "templates" / "op"
 QUESTIONS = yaml.safe_load((TEMPLATE / "copier.yml").read_text())
 KINDS, SHAPES = (list(QUESTIONS[question]["choices"].values()) for question in ("kind", "shape"))
-INIT, README, ANSWERS = (ROOT / path for path in ("extension_cpp/ops/__init__.py", "README.md", "tests/answers.json"))
-SOURCES = ["csrc/{}.*", *(f"{path}{{}}.py" for path in ("extension_cpp/*/", "tests/test_", "benchmarks/bench_"))]
+INIT = ROOT / "extension_cpp" / "ops" / "__init__.py"
+SOURCES = [
+    "csrc/{}.*",
+    "csrc/{}/*",
+    *(f"{path}{{}}.py" for path in ("extension_cpp/*/", "tests/test_", "benchmarks/bench_")),
+]
 MEASURED = ["benchmarks/results/{}-*.jsonl", "benchmarks/pictures/{}-*.svg"]
-SCHEMA = r'm\.def\(\s*"(\w+)'
+SCHEMA = r'Operator \w+\(\s*"(\w+)\('
 SHORT_LISTS = ("--config", "format.skip-magic-trailing-comma=true")
+# The names of a family's namespace and of its functions in C++.
+CPP_WORDS = set(
+    re.findall(
+        r"\w+",
+        """alignas alignof asm auto bool break case catch char compl concept const consteval constexpr constinit continue
+        decltype default delete do double dynamic_cast else enum explicit export extern float for friend goto if inline
+        int long main mutable namespace new noexcept nullptr operator private protected public register requires return
+        short signed sizeof static std struct switch template this throw torch try typedef typeid typename union
+        unsigned using virtual void volatile while xor""",
+    )
+)
 MAX_LENGTH = 40  # With more the templates' lines get longer than the linter allows.
 
 
@@ -40,10 +55,10 @@ def tidy(program: str, *arguments: str | Path) -> None:
     subprocess.run([Path(sys.executable).with_name(program), *arguments], check=True)
 
 
-def render(name: str, kind: str, shape: str) -> tuple[dict[Path, str], str]:
-    """The files of a new operator, and its row of the README's table."""
+def render(name: str, kind: str, shape: str) -> dict[Path, str]:
+    """The files of a new operator."""
     with tempfile.TemporaryDirectory() as folder:
-        copied = copier.run_copy(str(TEMPLATE), folder, {"name": name, "kind": kind, "shape": shape}, quiet=True)
+        copier.run_copy(str(TEMPLATE), folder, {"name": name, "kind": kind, "shape": shape}, quiet=True)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         python = [path for path in paths if path.suffix == ".py"]
         config = ("--quiet", "--config", ROOT / "pyproject.toml")
@@ -51,18 +66,18 @@ def render(name: str, kind: str, shape: str) -> tuple[dict[Path, str], str]:
         tidy("ruff", "check", *config, "--config", ours, "--select", "I", "--fix", *python)
         tidy("ruff", "format", *config, *python)
         tidy("clang-format", "-i", f"--style=file:{ROOT / '.clang-format'}", *(set(paths) - set(python)))
-        return {ROOT / path.relative_to(folder): path.read_text() for path in paths}, copied.answers.combined["row"]
+        return {ROOT / path.relative_to(folder): path.read_text() for path in paths}
 
 
 def check_name(name: str, kind: str, shape: str) -> None:
     snake = re.sub(r"\W+|(?<=[a-z0-9])(?=[A-Z])", "_", name, flags=re.ASCII).lower().lstrip("0123456789_").rstrip("_")
     if not name or name != snake or len(name) > MAX_LENGTH:
         refuse(name, f"be in snake_case, of at most {MAX_LENGTH} characters", snake[:MAX_LENGTH] or "my_op")
-    if keyword.iskeyword(name):
-        refuse(name, "not be a word of Python", f"my_{name}")
+    if keyword.iskeyword(name) or name in CPP_WORDS:
+        refuse(name, f"not be a word of {'Python' if keyword.iskeyword(name) else 'C++'}", f"my_{name}")
     if there := find(name, *SOURCES, *MEASURED, "tests/**/test_{}.py", "extension_cpp/{}"):
         refuse(name, f"not be taken, as by {there[0].relative_to(ROOT)}", f"my_{name}")
-    python = [text for path, text in render("the_name", kind, shape)[0].items() if path.suffix == ".py"]
+    python = [text for path, text in render("the_name", kind, shape).items() if path.suffix == ".py"]
     python += [path.read_text() for path in (INIT, ROOT / "extension_cpp" / "__init__.py")]
     names = {token.string for text in python for token in generate_tokens(StringIO(text).readline)}
     if name in names | {op for path in ROOT.glob("csrc/*.cpp") for op in re.findall(SCHEMA, path.read_text())}:
@@ -70,9 +85,9 @@ def check_name(name: str, kind: str, shape: str) -> None:
 
 
 def add(name: str, kind: str, shape: str) -> list[Path]:
-    """Write an operator's files, import it, and put it into the README's table. Returns what was written."""
+    """Write an operator's files, and import it. Returns what was written."""
     check_name(name, kind, shape)
-    files, row = render(name, kind, shape)
+    files = render(name, kind, shape)
     for path, text in files.items():
         with path.open("x") as file:
             file.write(text)
@@ -80,9 +95,7 @@ def add(name: str, kind: str, shape: str) -> list[Path]:
     INIT.write_text(INIT.read_text().replace("\n\n__all__ = [", imported))
     tidy("ruff", "check", "--quiet", "--fix", "--select", "I,RUF022", INIT)
     tidy("ruff", "format", "--quiet", *SHORT_LISTS, INIT)
-    readme = re.sub(r"(?s)(\n## Operators\n.*?\|\n)(?=\n)", lambda table: f"{table[1]}{row}\n", README.read_text())
-    README.write_text(readme)
-    return [*files, INIT, README]
+    return [*files, INIT]
 
 
 def remove(name: str, force: bool) -> list[Path]:
@@ -90,21 +103,20 @@ def remove(name: str, force: bool) -> list[Path]:
     files = {path: path.read_text() for path in find(name, *SOURCES)} if name.isidentifier() else {}
     if not files:
         refuse(name, "be that of an operator's files")
-    if not force and all(render(name, kind, shape)[0] != files for kind, shape in product(KINDS, SHAPES)):
+    if not force and all(render(name, kind, shape) != files for kind, shape in product(KINDS, SHAPES)):
         refuse(name, "be of files as `make op` writes them, as changes would be lost (FORCE=1 removes them too)")
     measured = find(name, *MEASURED)
     for path in (*files, *measured):
         path.unlink()
     ops = re.findall(SCHEMA, "".join(files.values()))
+    if (ROOT / "csrc" / name).is_dir():
+        (ROOT / "csrc" / name).rmdir()
     listed = rf'^from extension_cpp\.ops\.{name} import (\([^)]*\)|.*)\n|(?<=[\[ ])"({"|".join(ops)})"(,\s*|(?=\]))'
     INIT.write_text(re.sub(listed, "", INIT.read_text(), flags=re.MULTILINE))
     tidy("ruff", "format", "--quiet", *SHORT_LISTS, INIT)
-    README.write_text(re.sub(rf"^\| `({'|'.join(ops)})\(.*\n", "", README.read_text(), flags=re.MULTILINE))
-    stored = re.findall(r'"(\w+)": (\{\n.*?\n\})', ANSWERS.read_text(), re.DOTALL)
-    ANSWERS.write_text("{" + ",\n".join(f'"{op}": {answers}' for op, answers in stored if op not in ops) + "}\n")
     if measured:
         subprocess.run([sys.executable, "-m", "benchmarks.report"], cwd=ROOT, check=True)
-    return [*files, *measured, INIT, README, ANSWERS]
+    return [*files, *measured, INIT]
 
 
 if __name__ == "__main__":

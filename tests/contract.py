@@ -542,9 +542,9 @@ def wrong_arguments(signature: Signature, args: Args) -> Iterator[tuple[str, Arg
             same = argument.patterns[0].pack and not signature.broadcasts and "..." in bound
             if same or argument.patterns[0].broadcast:
                 others.append(torch.cat([t, t], 0))
-            if argument.name in broadcast[1:] and t.shape[0] > 1 and args[0].dim() >= t.dim():
-                if args[0].shape[args[0].dim() - t.dim()] > 1:
-                    others.append(torch.cat([t, t], 0))
+            before = args[0].dim() - t.dim()
+            if argument.name in broadcast[1:] and t.shape[0] > 1 and before >= 0 and args[0].shape[before] > 1:
+                others.append(torch.cat([t, t], 0))
         bound |= {name for pattern in argument.patterns for name in (*pattern.names, *["..."] * pattern.pack)}
         for other in others:
             yield argument.name, (*args[:at], other, *args[at + 1 :])

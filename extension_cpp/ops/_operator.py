@@ -193,8 +193,8 @@ class Operator:
         """The results of a call without their values; raises what the kernels raise."""
         if self._fake:
             return self._fake(*args)
-        args = self.all_arguments(args)
-        return self.signature.empty(args, self.signature.check(args))
+        every = self.all_arguments(args)
+        return self.signature.empty(every, self.signature.check(every))
 
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
@@ -233,15 +233,18 @@ class Operator:
                 defaults[f"_default_{name}"] = self.defaults[i]
             arguments.append(name)
             if i in self.tensors:
-                optional = f"{name} is None or " if "Optional" in kind else ""
-                plain.append(f"({optional}type({name}) is _Tensor)" if optional else f"type({name}) is _Tensor")
-                grads.append(f"{name}.requires_grad")
+                if "Optional" in kind:
+                    plain.append(f"({name} is None or type({name}) is _Tensor)")
+                    grads.append(f"{name} is not None and {name}.requires_grad")
+                else:
+                    plain.append(f"type({name}) is _Tensor")
+                    grads.append(f"{name}.requires_grad")
             elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
-        plain += [f"not {self.names[i]}.is_inference()" for i in self.written]
         ways = ["_compiling()", "_transforms()", "_dispatch_modes()", "_function_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
+        ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
         kernel = f"_call(_kernel, {', '.join(arguments)})"
         quick = [f"            return {kernel}"]
         if self.written:
@@ -517,6 +520,8 @@ class Operator:
                         f"{self.names[i]} must not have a tangent, as writing has no derivative; got one that does",
                     )
             for i in self.written:
+                if args[i] is None:
+                    fail(self.name, f"{self.names[i]} must be a tensor, got None")
                 if args[i].is_inference() and not torch.is_inference_mode_enabled():
                     fail(
                         self.name, f"{self.names[i]} must not be an inference tensor outside of inference mode, got one"
