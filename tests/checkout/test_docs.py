@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import matrix
@@ -11,11 +12,40 @@ import pytest
 import torch
 
 import extension_cpp
+from templates import op
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
     f"{folder}.{path.stem}" for folder in ("ops", "nn") for path in (ROOT / f"extension_cpp/{folder}").glob("[!_]*.py")
 ]
+# The operators that documents show, with their shapes; `make op` writes them.
+SHOWN = {
+    "scale": "one-output",
+    "in_two_parts": "two-outputs",
+    "scale_in_place": "in-place",
+    "scale_and_shift": "optional",
+    "positive": "data-dependent",
+}
+GUIDE = ROOT / "docs" / "add-an-operator.md"
+FILE_OF_BLOCK = r"(?:^`([\w/.]+)`:\n\n)?^```(\w+)\n(.*?)^```$"
+
+
+def blocks(document: Path) -> list[tuple[str, str, str]]:
+    """The file that a block of code is from, if it names one, its language, and the code."""
+    return re.findall(FILE_OF_BLOCK, document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@cache
+def written(stem: str, kind: str) -> dict[Path, str]:
+    return op.render(stem, kind, SHOWN[stem])
+
+
+def source(path: str) -> str:
+    """A file of this repository, or one that `make op` writes."""
+    if (ROOT / path).exists():
+        return (ROOT / path).read_text()
+    stem = Path(path).stem.removeprefix("test_").removeprefix("bench_")
+    return written(stem, "triton" if "/triton/" in path else "cpp")[ROOT / path]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -26,13 +56,33 @@ def test_docstring_examples(name):
 
 
 class TestDocuments:
-    # The guide's blocks are of files that it has made; test_templates.py has those.
     @pytest.mark.parametrize("name", [path for path in ("README.md", "docs/build.md") if (ROOT / path).exists()])
     def test_python(self, name):
-        blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
-        assert blocks
-        for block in blocks:
+        """Each block that is from no file runs."""
+        alone = [code for path, language, code in blocks(ROOT / name) if language == "python" and not path]
+        assert alone
+        for block in alone:
             exec(compile(block, name, "exec"), {})
+
+    @pytest.mark.parametrize("document", [path for path in (ROOT / "README.md", GUIDE) if path.exists()])
+    def test_blocks_are_from_the_files_that_they_name(self, document):
+        """Paragraph by paragraph, in order; what is between them in the file may be left out."""
+        for path, _, code in blocks(document):
+            text, at = source(path) if path else "", 0
+            for paragraph in re.split(r"\n\n+", code.rstrip("\n")) if path else ():
+                at = text.find(paragraph + "\n", at)
+                assert at >= 0, f"{document.name}: {path} has not, or not there:\n{paragraph}"
+
+    @pytest.mark.skipif(not GUIDE.exists(), reason="a distribution has no guide of its own")
+    def test_the_guide_shows_every_shape(self):
+        """Each block names its file, and each shape has the schema that the table says."""
+        assert all(path for path, _, _ in blocks(GUIDE))
+        row = r"^\| `make op NAME=scale(?: SHAPE=)?([\w-]*)` \| `(.*?)`"
+        schemas = dict(re.findall(row, GUIDE.read_text(), re.MULTILINE))
+        assert [shape or op.SHAPES[0] for shape in schemas] == op.SHAPES == list(SHOWN.values())
+        for stem, shape in SHOWN.items():
+            wanted = f'"{stem}{schemas.get(shape, schemas[""])}"'
+            assert any(wanted in text for text in written(stem, "cpp").values()), wanted
 
     def test_make_targets_exist(self):
         makefile = (ROOT / "Makefile").read_text()
@@ -42,7 +92,8 @@ class TestDocuments:
 
     def test_links_lead_somewhere(self):
         for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
-            for link in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+            prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+            for link in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
                 assert (document.parent / link).exists(), f"{document}: {link}"
 
     def test_proven_on_is_what_make_matrix_saw(self):
@@ -54,6 +105,8 @@ class TestDocuments:
         assert all("failed" not in row[variant] for row in proven["rows"] for variant in proven["variants"])
 
     def test_every_operator_is_in_the_table(self):
-        table = (ROOT / "README.md").read_text()
+        text = (ROOT / "README.md").read_text()
+        if "| operator | computes |" not in text:
+            pytest.skip("a distribution's README has no table of operators")
         for name in extension_cpp.ops.__all__:
-            assert f"| `{name}(" in table
+            assert f"| `{name}(" in text, f"README.md: the table of operators lacks a row `{name}(...)`"
