@@ -178,8 +178,8 @@ def large(n: int) -> Iterator[Case]:
 
     described = {"inputs": inputs, "dtype": torch.float32, "size": f"{n:,}"}
     yield Case("nms", "cuda", {OURS: ours}, kind="in a field of 10,000, no peer", bytes=20 * n, **described)
-    beside = {"kind": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
-    yield Case("nms", "cuda", {OURS: memory}, **beside, **described)
+    extra = {"kind": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
+    yield Case("nms", "cuda", {OURS: memory}, **extra, **described)
 
 
 def cases(device: str) -> Iterator[Case]:

@@ -1,5 +1,5 @@
 // Makes the library importable as extension_cpp._C. Loading it is all there is to do: the static initialisers of the
-// other files register the operators. Only CPython's limited API is used, so one file serves every CPython >= 3.10.
+// other files register the operators. Only CPython's limited API is used, so one file works with every CPython >= 3.10.
 #include <Python.h>
 
 static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};

@@ -1,4 +1,4 @@
-"""Which implementation serves, and that another is chosen where it was asked for: eager, compiled, in a whole process."""
+"""Which implementation is used, and that another is chosen where it was asked for: eager, compiled, in a whole process."""
 
 import json
 import os
@@ -219,7 +219,7 @@ with FakeTensorMode(), extension_cpp.use_backend("native"):
     except RuntimeError as error:
         print(error)
 """)
-        reason = extension_cpp.load_errors.get("_C_cuda")  # As of a CPU package beside a torch with CUDA.
+        reason = extension_cpp.load_errors.get("_C_cuda")  # As of a CPU package next to a torch with CUDA.
         wanted = f"add_one: backend must be reference on cuda, got native{f': {reason}' if reason else ''}"
         assert done.stdout.strip() == wanted, done.stderr
 
@@ -346,7 +346,7 @@ class TestTheCompilerSeesInside:
             torch.compile(function, fullgraph=True, backend=graphs.backend)(torch.empty(4, 6, device="cuda"))
         return graphs.text
 
-    def test_what_triton_serves(self):
+    def test_what_triton_is_used_for(self):
         for function in (extension_cpp.add_one, lambda t: extension_cpp.my_op(t, 2.0)):
             graph = self.graph(function)
             assert "triton_kernel_wrapper_functional" in graph and "extension_cpp" not in graph
@@ -397,7 +397,7 @@ print(extension_cpp.backends()["mymuladd"]["cpu"], extension_cpp.backends()["nms
 
     @needs_triton
     def test_triton(self):
-        """It serves what it can; the others say what there is."""
+        """It is used where it can be; the others say what there is."""
         calls = (
             self.CALLS.partition("fused =")[0]
             + """

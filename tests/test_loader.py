@@ -133,7 +133,7 @@ def test_damaged_c_cuda(copy, damage):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_serves_without_c_cuda(copy):
+def test_triton_is_used_without_c_cuda(copy):
     """With one warning in the process. The interpreter takes tensors of the CPU."""
     (copy / "_C_cuda.so").unlink(missing_ok=True)
     told = 'print(extension_cpp.backends()["mymul"]["cuda"])'
@@ -211,7 +211,7 @@ def test_old_python():
     ast.parse((PACKAGE / "__init__.py").read_text(), feature_version=(3, 9))
 
 
-def test_reference_serves_other_devices_and_warns_once(monkeypatch):
+def test_reference_is_used_on_other_devices_and_warns_once(monkeypatch):
     """XPU stands for any device type without a kernel: its dispatch key leads to the reference."""
     monkeypatch.setattr(_backends, "_warned", set())
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)

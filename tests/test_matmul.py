@@ -185,7 +185,7 @@ class TestValues:
         compare(torch.cat([a, a], 1), torch.cat([b, -b], 0))
 
     def test_rounded_once(self, device, dtype):
-        """Halves are summed in float32: 1 and then many that one half can't hold beside it."""
+        """Halves are summed in float32: 1 and then many that one half can't hold next to it."""
         k = 4097
         a = torch.ones(3, k, device=device, dtype=dtype)
         b = torch.full((k, 2), 2.0**-12, device=device, dtype=dtype)
@@ -200,7 +200,7 @@ class TestValues:
         assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
         assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
 
-    def test_nothing_is_read_beside(self, device, dtype):
+    def test_nothing_else_is_read(self, device, dtype):
         """Tiles end beyond the matrices: NaN all around must not get into a sum."""
         for m, k, n in ((130, 72, 136), (17, 33, 9), (300, 264, 200)):
             a, b = factors(device, dtype, m, k, n)

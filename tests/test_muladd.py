@@ -164,7 +164,7 @@ class TestMyAddOut(Contract):
         extension_cpp.myadd_out(right, right, left)
         assert torch.equal(left, expected)
         expected = base[4:, 7:].expand(1, 4) + b[:1]
-        extension_cpp.myadd_out(base[4:, 7:].expand(1, 4), b[:1], base[4:, :4])  # Broadcast, beside what is written.
+        extension_cpp.myadd_out(base[4:, 7:].expand(1, 4), b[:1], base[4:, :4])  # Broadcast, next to what is written.
         assert torch.equal(base[4:, :4], expected)
         expected = (even + b).clone()
         extension_cpp.myadd_out(even, b, odd)

@@ -10,17 +10,17 @@
 
 #define EXTENSION_CPP_QUOTE(x) #x
 #define EXTENSION_CPP_TEXT(x) EXTENSION_CPP_QUOTE(x)
-// "7.5/8.0/12.0+PTX": setup.py defines the list that nvcc compiles for.
+// "7.5/8.0/12.0+PTX": extension_cpp/_build.py defines the list that nvcc compiles for.
 #define EXTENSION_CPP_BUILT_FOR EXTENSION_CPP_TEXT(EXTENSION_CPP_ARCHITECTURES)
 
 namespace extension_cpp {
 
-// Stands in the file for extension_cpp/_loader.py to compare with the driver before it loads the library: once loaded,
+// extension_cpp/_elf.py finds it in the file, so that the driver is compared before the library is loaded: once loaded,
 // its kernels are registered for good.
 __attribute__((used)) inline constexpr char kBuiltFor[] =
     "extension_cpp: CUDA " EXTENSION_CPP_TEXT(CUDART_VERSION) ", architectures " EXTENSION_CPP_BUILT_FOR ";";
 
-// What a failed launch means, and what mends it, where the package and the machine don't fit together.
+// What a failed launch means, and how to fix it, where the package and the machine don't fit together.
 inline std::string explain(cudaError_t error, const std::string& architecture) {
   std::ostringstream text;
   switch (error) {

@@ -2,7 +2,7 @@
 //
 //   EXTENSION_CPP_REGISTER(m) { m.add(kScale, TORCH_BOX(&scale)); }
 //
-// One block serves both compilers: a .cpp file registers schemas and CPU kernels, a .cu file CUDA kernels.
+// One block works for both compilers: a .cpp file registers schemas and CPU kernels, a .cu file CUDA kernels.
 #pragma once
 
 #include <cstring>

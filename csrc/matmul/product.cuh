@@ -171,7 +171,7 @@ __device__ void copy_async(void* to, const void* from, bool valid) {
 #endif
 }
 
-// A vector of elements, of which `valid` are there. No byte beside them is read.
+// A vector of elements, of which `valid` are there. No other byte is read.
 template <class T>
 __device__ void copy_vector(void* to, const T* from, int valid) {
   constexpr int kCount = 16 / sizeof(T);

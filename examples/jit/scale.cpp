@@ -1,13 +1,28 @@
-// The schema, and the CPU kernel.
-#include "elementwise_cpu.h"
-#include "scale.h"
+// scale(input, factor) = input * factor, for any strides, in four floating dtypes: the schema, and the CPU kernel.
+//
+// What is included is extension_cpp's: it checks arguments, allocates the result and runs the loop.
+#define EXTENSION_CPP_NAMESPACE my_ops
+#include "common/elementwise.h"
 
-#include <torch/csrc/stable/library.h>
+namespace my_ops {
 
-STABLE_TORCH_LIBRARY(my_ops, m) {
-  m.def("scale(Tensor input, float factor) -> Tensor");
+const extension_cpp::Operator kScale("scale(Tensor input, float factor) -> Tensor", "input: ... -> ...");
+
+struct Scale {
+  double factor;
+
+  template <class V>
+  EXTENSION_CPP_INLINE V operator()(V input) const {
+    return input * static_cast<V>(factor);
+  }
+};
+
+extension_cpp::Tensor scale(const extension_cpp::Tensor& input, double factor) {
+  return extension_cpp::elementwise(kScale, Scale{factor}, input);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(my_ops, CPU, m) {
-  m.impl("scale", TORCH_BOX(&my_ops::scale<extension_cpp::Cpu>));
+EXTENSION_CPP_REGISTER(m) {
+  m.add(kScale, TORCH_BOX(&scale));
 }
+
+}  // namespace my_ops

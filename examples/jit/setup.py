@@ -11,7 +11,7 @@ flags = ["-std=c++20", "-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # Th
 hidden = "-fvisibility=hidden"  # Each library has its own copy of what the headers define.
 extension = (CUDAExtension if cuda else CppExtension)(
     "my_ops",
-    ["scale.cpp", *(["scale.cu"] if cuda else [])],
+    ["scale.cpp", str(jit.source_folder() / "common" / "signature.cpp"), *(["scale.cu"] if cuda else [])],
     include_dirs=[str(jit.source_folder())],
     extra_compile_args={"cxx": [*flags, hidden], "nvcc": [*flags, "-Xcompiler", hidden, "-DUSE_CUDA"]},
     py_limited_api=True,

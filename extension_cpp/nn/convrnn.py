@@ -26,7 +26,7 @@ class ConvRNN(torch.nn.Module):
 
     Inputs:
         input: (T, B, H), (B, T, H) if `batch_first`, or (T, H); dtype and device of `weight`.
-        hx: (1, B, H), or (1, H) beside an input (T, H), the state h_0; zeros if not given.
+        hx: (1, B, H), or (1, H) with an input (T, H), the state h_0; zeros if not given.
 
     Returns:
         output, with the shape of `input`: h_1 to h_T; and h_n, with the shape of `hx`: h_T.

@@ -27,7 +27,7 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     Returns:
         A tensor of the shape that `a` and `b` broadcast to, of their dtype, with the strides that ``a * b`` would have.
         float16 and bfloat16 are computed in float32; the result is that of a fused multiply-add on every device, except
-        where plain PyTorch serves, which rounds the product too.
+        where plain PyTorch is used, which rounds the product too.
 
     Differentiable any number of times in `a` and `b`, backward and forward; gradients are summed over broadcast
     dimensions.

@@ -1,1 +1,1 @@
-"""Operators in Triton, one module a family. Imported where Triton serves or is asked for, and not before."""
+"""Operators in Triton, one module a family. Imported where Triton is used or asked for, and not before."""

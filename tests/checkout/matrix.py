@@ -1,6 +1,6 @@
 """`make matrix`: the packages that `make package VARIANT=all` made, under every torch and Python that they are meant for.
 
-Unpacks the same two files beside each version of torch in an environment of its own, runs the tests that they carry, and
+Unpacks the same two files next to each version of torch in an environment of its own, runs the tests that they carry, and
 writes what ran where to proven.json and into the README.
 """
 

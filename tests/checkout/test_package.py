@@ -110,7 +110,7 @@ class TestRecipe:
             assert recipe["build"]["number"] == number
 
     def test_folder_holds_nothing_else(self):
-        """A second variant file or a v0 recipe beside them would change what conda-build does."""
+        """A second variant file or a v0 recipe next to them would change what conda-build does."""
         assert sorted(path.name for path in (ROOT / "recipe").iterdir()) == ["recipe.yaml", "variants.yaml"]
 
     def test_variants_are_lists_of_strings(self):

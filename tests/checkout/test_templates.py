@@ -156,7 +156,7 @@ class TestDistribution:
         assert changed == there
         assert (made.path / "csrc" / "check.h").read_text().endswith("// Better, for ops.\n")
 
-    def test_package_beside_the_original(self, packages, original, tmp_path):
+    def test_package_next_to_the_original(self, packages, original, tmp_path):
         """Built with CUDA, tested, and installed by a solver: both packages' operators in one process."""
         channels = {"CHANNEL": (ROOT / "dist" / "channel").as_uri(), "RATTLER_CACHE_DIR": str(ROOT / "dist" / "cache")}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
