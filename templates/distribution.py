@@ -7,15 +7,18 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment
 from jinja2.ext import Extension
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = Path(__file__).resolve().with_suffix("")
+HOMEPAGE = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())["context"]["homepage"]
+# In this order, as the address has the name in it.
 NAMES = {
+    HOMEPAGE: "~[ homepage ]~",
     "extension_cpp": "~[ name ]~",
     "EXTENSION_CPP": "~[ name | upper ]~",
-    "https://github.com/pytorch/extension-cpp": "~[ homepage ]~",
 }
 MAX_LENGTH = 20  # With more, comments get longer than the linter allows.
 TOOLS = {"ruff": "ruff", "clang_format": "clang-format", "rich": "rich"}
@@ -58,7 +61,7 @@ def finish(operation: str) -> None:
     """In the new distribution: break lines by the new lengths; write its example, which is its owner's from then on."""
     lacking = [package for module, package in TOOLS.items() if not find_spec(module)]
     if lacking:
-        sys.exit(f"templates.distribution: beside copier there must be {' and '.join(lacking)}: pip install them there")
+        sys.exit(f"templates.distribution: copier also needs {' and '.join(lacking)}: pip install them next to it")
     scripts = Path(sys.executable).parent
     ruff = [sys.executable, "-m", "ruff"]
     subprocess.run([*ruff, "check", "--no-cache", "--quiet", "--fix", "--select", "I,RUF022", "."], check=True)
