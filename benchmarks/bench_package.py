@@ -1,4 +1,4 @@
-"""What one waits for besides the operators: import, builds, the solver, an installation, a download's size."""
+"""What users wait for apart from the operators: import, builds, the solver, an installation, a download's size."""
 
 from __future__ import annotations
 

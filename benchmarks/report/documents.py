@@ -83,7 +83,7 @@ def brief(found: list[Results]) -> str:
 
 
 def waits(found: list[Results]) -> str:
-    """What one waits for besides the operators."""
+    """What users wait for apart from the operators."""
     text = ""
     for results in found:
         text += "\n" + head(f"on {results.header['machine']}", "extension_cpp", "compared with")
