@@ -44,6 +44,7 @@ try:
         _AutoDispatchBelowAutograd,
         _dispatch_call_boxed,
         _ExcludeDispatchKeyGuard,
+        _is_any_autocast_enabled,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
@@ -299,6 +300,7 @@ class Operator:
                 or _len_torch_dispatch_stack()
                 or _len_torch_function_stack()
                 or forward_ad._current_level >= 0
+                or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
             ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter or args[i] is None for i in tensors)
             if not eager or any(args[i] is None for i in tensors):
                 return default(*args)
