@@ -22,11 +22,13 @@ def define(
     into=False,
     signature="x: ... -> ...",
     instead=None,
+    public=None,
     **description,
 ) -> Contract:
     """An operator that doubles x, or is meant to, and what the contract is told of it.
 
-    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived.
+    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived; `public`: in that of
+    the public function.
     """
     LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
     for key in ("CPU", "CUDA"):
@@ -42,6 +44,9 @@ def define(
     )(reference or (double_into if into else double))
     for key, function in (instead or {}).items():
         _implement(name, function(declared.operator), key)
+    if public is not None:
+        public.operator = declared.operator
+        declared = public
 
     class Described(Contract):
         op = Case(declared, into_samples if into else samples, **description)
@@ -180,8 +185,8 @@ def batch_first_always(info, in_dims, x: Tensor):
     return double(x), 0
 
 
-def with_a_factory(grad: Tensor) -> Tensor:
-    return grad * torch.full(grad.shape, 2, dtype=grad.dtype)
+def with_a_factory(x: Tensor) -> Tensor:
+    return x * torch.full(x.shape, 2, dtype=x.dtype)
 
 
 def modes_matter(grad: Tensor) -> Tensor:
@@ -259,7 +264,7 @@ FAULTS = {
         ),
         "test_autocast",
     ),
-    "made where it is the default": (define("fault_factory", double, backward=with_a_factory), "test_dispatch_modes"),
+    "made where it is the default": (define("fault_factory", double, public=with_a_factory), "test_dispatch_modes"),
     "depends on a dispatch mode": (define("fault_mode", double, backward=modes_matter), "test_dispatch_modes"),
     "changes out, then refuses": (
         define("fault_late", changes_before_refusing, fake=changes_before_refusing, errors=errors_into, into=True),
