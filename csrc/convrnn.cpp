@@ -150,8 +150,9 @@ std::vector<V> weights_of(const View& kernel) {
 template <class Body>
 void for_rows(const Sizes& sizes, const Body& body) {
   constexpr int64_t kGrain = 16'384;  // elements worth a thread
-  const int64_t work = (sizes.steps + 1) * sizes.width * (1 + sizes.taps / kLanes);
-  const int64_t grain = std::max<int64_t>(1, kGrain / work);
+  if (sizes.batch == 0) return;
+  const double work = static_cast<double>(sizes.steps + 1) * sizes.width * (1 + sizes.taps / kLanes);
+  const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   if (sizes.batch <= grain) return body(0, sizes.batch);
   torch::stable::parallel_for(0, sizes.batch, grain, body);
 }

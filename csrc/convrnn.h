@@ -54,7 +54,7 @@ template <size_t N>
 Tensor empty_contiguous(const View& like, const std::array<int64_t, N>& sizes) {
   std::array<int64_t, N> strides;
   int64_t step = 1;
-  for (size_t d = N; d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
+  for (size_t d = N; d-- > 0; step = times(step, std::max<int64_t>(sizes[d], 1))) strides[d] = step;
   return empty_strided(like, -1, sizes.data(), strides.data(), N);
 }
 

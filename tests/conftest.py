@@ -13,6 +13,10 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=10, derandomize=True)
 
 
+# What is registered for all backends in one place.
+TRANSFORMS = ("test_forward_mode", "test_transforms", "test_autocast", "test_dispatch_modes")
+
+
 def is_quick(item: pytest.Item) -> bool:
     """Whether --quick keeps a test: every kind of check of every operator, but not every dtype and setting."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -25,6 +29,7 @@ def is_quick(item: pytest.Item) -> bool:
             or (params.get("dtype") == torch.float32 and item.name.startswith(("test_parity", "test_fake")))
             or item.name.startswith("test_errors")
         )
+        and not (item.name.startswith(TRANSFORMS) and params.get("chosen"))
         and "level" not in params
         and params.get("version", 13000) == 13000
         and params.get("damage", "missing") == "missing"

@@ -12,9 +12,10 @@ to fail: test_contract.py runs them on operators that are broken on purpose.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,9 +23,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from extension_cpp import use_backend
 from extension_cpp.ops import _backends
@@ -199,6 +203,9 @@ class Contract:
         else:
             names = list(dict.fromkeys(backend for _, backend in cases))
             metafunc.parametrize("chosen", names, ids=[name or "best" for name in names])
+        if "dtype" in metafunc.fixturenames:
+            dtypes = self.op.dtypes
+            metafunc.parametrize("dtype", dtypes, ids=[str(dtype).removeprefix("torch.") for dtype in dtypes])
 
     @pytest.fixture(autouse=True)
     def choose(self, chosen: str | None) -> Iterator[None]:
@@ -210,12 +217,6 @@ class Contract:
     def overload(self) -> torch._ops.OpOverload:
         """What torch.ops has of the operator, or of the backend that is chosen."""
         return getattr(getattr(torch.ops.extension_cpp, self.op.name), self.backend or "default")
-
-    @pytest.fixture(params=FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
-    def dtype(self, request) -> torch.dtype:
-        if request.param not in self.op.dtypes:
-            pytest.skip(f"{self.op.name} does not take {request.param}")
-        return request.param
 
     def compare_with_reference(self, args: Args) -> None:
         """Within the rounding error that the operator declares, of the reference in float64."""
@@ -231,6 +232,9 @@ class Contract:
         for got, want, scale in zip(actual, expected, scales):
             assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
             dtype = got.dtype
+            if not dtype.is_floating_point:
+                assert torch.equal(got.double(), want), f"{got}, expected {want}, on {describe(args)}"
+                continue
             finite = want.abs() <= torch.finfo(dtype).max
             bound = op.ulps[dtype] * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
             error = (got.to(torch.float64) - want).abs()
@@ -350,6 +354,8 @@ class Contract:
     def differentiable_samples(self, device: str, dtype: torch.dtype) -> Iterator[Args]:
         if not self.op.differentiable:
             pytest.skip(f"{self.op.name} has no derivative")
+        if not dtype.is_floating_point:
+            pytest.skip(f"{dtype} has no derivative")
         for args in self.op.samples(device, dtype):
             yield self.with_gradients(args)
 
@@ -456,6 +462,228 @@ class Contract:
                     name = self.overload._schema.arguments[i].name
                     assert op.name in str(error.value) and re.search(rf"\b{name}\b", str(error.value)), str(error.value)
 
+    # Transforms and modes, on small samples of one dtype: they depend on what is registered, not on the kernels' paths.
+
+    def small_samples(self, device: str, dtype: torch.dtype = torch.float64) -> list[Args]:
+        """Without broadcast dimensions, for which PyTorch can't make a dual tensor."""
+        small = (args for args in self.op.samples(device, dtype) if sum(t.numel() for t in tensors(args)) <= 100)
+        return [
+            map_tensors(lambda t: t if once(t).shape == t.shape else t.contiguous(), args) for args in islice(small, 8)
+        ]
+
+    def smallest(self, samples: list[Args]) -> Args:
+        """Of those that have elements, for what takes a call an element."""
+        return min(
+            (args for args in samples if all(t.numel() for t in tensors(args))),
+            key=lambda args: sum(t.numel() for t in tensors(args)),
+        )
+
+    def entries(self) -> list[Callable]:
+        return [self.op.function, self.overload]
+
+    def positions(self, args: Args) -> list[int]:
+        """Of the tensors that may have a derivative."""
+        may = self.op.operator.differentiable_arguments
+        return [i for i in may if i < len(args) and isinstance(args[i], Tensor)]
+
+    def test_forward_mode(self, device):
+        """The reference's derivatives in the direction of a tangent, of all arguments and of each; none is lost."""
+        op, samples = self.op, self.small_samples(device)
+        for args in samples:
+            at = self.positions(args)
+            if not op.differentiable:
+                for function in self.entries():
+                    self.check_no_derivative(function, args, at)
+                continue
+            for chosen in [at, *([i] for i in at if len(at) > 1)]:
+                primals = tuple(args[i] for i in chosen)
+                tangents = tuple(map(ramp, primals))
+                want = torch.func.jvp(of_tensors(op.reference, args, chosen), primals, tangents)
+                for function in self.entries():
+                    inner = of_tensors(function, args, chosen)
+                    compare(torch.func.jvp(inner, primals, tangents), want, f"jvp in {chosen} on {describe(args)}")
+                    compare(by_dual_tensors(inner, primals, tangents), want, f"dual {chosen} on {describe(args)}")
+        if op.differentiable:
+            args = self.smallest(samples)
+            at = self.positions(args)
+            primals = tuple(args[i] for i in at)
+            many = tuple(torch.stack([ramp(t), -t, t.cos()]) for t in primals)
+            every = tuple(range(len(at)))
+            reference = of_tensors(op.reference, args, at)
+            jacobians = torch.func.jacfwd(reference, every)(*primals)
+            batched = torch.vmap(lambda *ts: torch.func.jvp(reference, primals, ts))(*many)
+            for function in self.entries():
+                inner = of_tensors(function, args, at)
+                compare(torch.func.jacfwd(inner, every)(*primals), jacobians, f"jacfwd on {describe(args)}")
+                got = torch.vmap(lambda *ts, inner=inner: torch.func.jvp(inner, primals, ts))(*many)
+                compare(got, batched, f"vmap(jvp) on {describe(args)}")
+
+    def check_no_derivative(self, function: Callable, args: Args, at: list[int]) -> None:
+        """The same values for dual tensors; an error where a tangent would be lost in what is written."""
+        op = self.op
+        if not at:
+            return
+        expected = [t.clone() for t in run(op, function, map_tensors(clone, args))]
+        for i in at:
+            given = list(map_tensors(clone, args))
+            with forward_ad.dual_level():
+                given[i] = forward_ad.make_dual(given[i], ramp(given[i]))
+                if op.writes:
+                    with pytest.raises(RuntimeError, match=rf"{op.name}: {self.overload._schema.arguments[i].name}\b"):
+                        function(*given)
+                    continue
+                for got, want in zip(run(op, function, tuple(given)), expected):
+                    primal, tangent = forward_ad.unpack_dual(got)
+                    assert tangent is None, f"a tangent of what has no derivative, on {describe(args)}"
+                    assert self.same(primal, want), f"another result for a dual tensor, on {describe(args)}"
+
+    def test_transforms(self, device):
+        """grad, vjp, jacrev, gradients per sample and vmap as of the reference; functionalize of what writes."""
+        op, samples = self.op, self.small_samples(device)
+        for args in samples:
+            for function in self.entries():
+                self.check_vmap(function, args)
+                if op.writes:
+                    self.check_functionalize(function, args)
+        if not op.differentiable:
+            return
+        for args in samples:
+            at = self.positions(args)
+            primals, every = tuple(args[i] for i in at), tuple(range(len(at)))
+            reference = of_tensors(op.reference, args, at)
+            seeds = tree_map(ramp, reference(*primals))
+            want = torch.func.vjp(reference, *primals)[1](seeds)
+            gradient = torch.func.grad(summed(reference), every)(*primals)
+            for function in self.entries():
+                inner = of_tensors(function, args, at)
+                compare(torch.func.vjp(inner, *primals)[1](seeds), want, f"vjp on {describe(args)}")
+                got = torch.func.grad(summed(inner), every)(*primals)
+                compare(got, gradient, f"grad on {describe(args)}")
+        args = self.smallest(samples)
+        at = self.positions(args)
+        primals, every = tuple(args[i] for i in at), tuple(range(len(at)))
+        reference = of_tensors(op.reference, args, at)
+        jacobians = torch.func.jacrev(reference, every)(*primals)
+        batches = tuple(torch.stack(variants(t)) for t in primals)
+        which = [tuple(0 for _ in at), *(tuple(0 if k == i else None for k in every) for i in every if len(at) > 1)]
+        for function in self.entries():
+            inner = of_tensors(function, args, at)
+            compare(torch.func.jacrev(inner, every)(*primals), jacobians, f"jacrev on {describe(args)}")
+            for in_dims in which:
+                given = [primals[k] if dim is None else batches[k] for k, dim in enumerate(in_dims)]
+                each = [
+                    torch.func.grad(summed(reference), every)(
+                        *(t if dim is None else t[n] for t, dim in zip(given, in_dims))
+                    )
+                    for n in range(3)
+                ]
+                got = torch.vmap(torch.func.grad(summed(inner), every), in_dims)(*given)
+                compare(got, tuple(map(torch.stack, zip(*each))), f"vmap(grad) in {in_dims} on {describe(args)}")
+
+    def check_vmap(self, function: Callable, args: Args) -> None:
+        """Over each tensor alone and over all, the batch first and last: as a loop over it, or an error of the operator."""
+        op = self.op
+        at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        choices = [at, *([i, *op.writes] for i in at if i not in op.writes and len(at) > 1)]
+        for chosen, last in ((chosen, last) for chosen in choices for last in (False, True)):
+            in_dims = tuple((args[i].dim() if last else 0) if i in chosen else None for i in range(len(args)))
+            given = [arg if d is None else torch.stack(variants(arg), d) for arg, d in zip(args, in_dims)]
+
+            def results(f: Callable, *given: Any) -> tuple[Tensor, ...]:
+                return tuple(run(op, f, given))
+
+            each = [
+                results(op.reference, *(clone(t.select(d, n)) if d is not None else t for t, d in zip(given, in_dims)))
+                for n in range(3)
+            ]
+            what = f"vmap in {in_dims} on {describe(args)}"
+            try:
+                got = torch.vmap(lambda *ts: results(function, *ts), in_dims)(*map_tensors(clone, given))
+            except RuntimeError as error:
+                if op.differentiable:
+                    raise
+                assert re.match(rf"{op.name}: .*\bvmap\b", str(error)), f"{what}: {error}"
+            else:
+                compare(got, tuple(map(torch.stack, zip(*each))), what)
+
+    def check_functionalize(self, function: Callable, args: Args) -> None:
+        op = self.op
+        expected = [t.clone() for t in run(op, op.reference, map_tensors(clone, args))]
+
+        def written(*given: Any) -> tuple[Tensor, ...]:
+            copies = map_tensors(torch.clone, given)
+            return tuple(run(op, function, copies))
+
+        got = torch.func.functionalize(written, remove="mutations_and_views")(*map_tensors(clone, args))
+        compare(got, tuple(expected), f"functionalize on {describe(args)}")
+
+    def test_autocast(self, device):
+        """As the same call of arguments that are cast by the declared policy; gradients in the dtype of each leaf."""
+        op = self.op
+        policy, low = op.operator.autocast, torch.bfloat16
+        if not {low, torch.float32} <= {*op.dtypes}:
+            return
+        for args in self.small_samples(device, torch.float32)[:4]:
+            floating = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
+            mixed = [{i: low for i in floating[:1]}, {i: low for i in floating[1:]}]
+            for lowered in [{}, dict.fromkeys(floating, low), *mixed * bool(policy and not op.writes)]:
+                given = tuple(arg.to(lowered[i]) if i in lowered else arg for i, arg in enumerate(args))
+                dtypes = [given[i].dtype for i in floating]
+                widest = torch.float32 if torch.float32 in dtypes else low
+                want = {"promote": widest, "lower": low, "float32": torch.float32, "": None}[policy]
+
+                cast = partial(in_dtype, dtype=None if op.writes else want)
+                expected = [t.clone() for t in run(op, op.function, cast(map_tensors(clone, given)))]
+                for function in self.entries():
+                    what = f"under autocast on {describe(given)}"
+                    with torch.autocast(device, torch.bfloat16):
+                        results = run(op, function, map_tensors(clone, given))
+                    for got, result in zip(results, expected, strict=True):
+                        assert got.dtype == result.dtype, f"{got.dtype}, not {result.dtype}, {what}"
+                        assert self.same(got, result), f"another result {what}"
+                    if op.differentiable:
+                        self.check_autocast_gradients(function, given, cast, device, what)
+
+    def check_autocast_gradients(
+        self, function: Callable, given: Args, cast: Callable[[Args], Args], device: str, what: str
+    ) -> None:
+        leaves = self.with_gradients(given)
+        want = gradients(lambda *args: self.op.function(*cast(args)), leaves)
+        with torch.autocast(device, torch.bfloat16):
+            outputs = function(*leaves)
+        for got, gradient, leaf in zip(
+            gradients(lambda *_: outputs, leaves), want, (t for t in tensors(leaves) if t.requires_grad), strict=True
+        ):
+            assert got.dtype == leaf.dtype, f"gradient in {got.dtype} for a leaf in {leaf.dtype} {what}"
+            tolerance = 8 * torch.finfo(got.dtype).eps
+            torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance)
+
+    def test_dispatch_modes(self, device):
+        """The same results and derivatives while a mode looks on, and with tensors made elsewhere by default."""
+        op = self.op
+        for args in self.small_samples(device):
+            leaves = self.with_gradients(args) if op.differentiable else args
+            at = self.positions(args)
+
+            def everything(function: Callable, args: Args = args, leaves: Args = leaves, at: list[int] = at) -> Any:
+                found: list[Any] = [[t.clone() for t in run(op, function, map_tensors(clone, args))]]
+                if op.differentiable:
+                    primals = tuple(leaves[i] for i in at)
+                    found.append(plain_gradients(function, leaves, primals))
+                    with torch.no_grad():
+                        tangents = tuple(map(torch.cos, primals))
+                        found.append(by_dual_tensors(of_tensors(function, leaves, at), primals, tangents))
+                return found
+
+            for function in self.entries():
+                want = everything(function)
+                for mode in (FlopCounterMode(display=False), Onlooker(), default_device("meta")):
+                    with mode:
+                        got = everything(function)
+                    what = f"under {type(mode).__name__} on {describe(args)}"
+                    assert [t.device for t in tensors(got)] == [t.device for t in tensors(want)], what
+                    compare(tuple(tensors(got)), tuple(tensors(want)), what)
+
     # CUDA alone
 
     def cuda_samples(self) -> Iterator[Args]:
@@ -517,6 +745,86 @@ def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:
     seeds = [torch.linspace(-1, 1, 2 * t.numel(), dtype=torch.float64)[::2].reshape(t.shape).to(t) for t in outputs]
     # What a result doesn't depend on has a gradient of zero, whether a graph is made of it or not.
     return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds, materialize_grads=True)
+
+
+def in_dtype(args: Args, dtype: torch.dtype | None) -> Args:
+    """With floating arguments in another dtype, if one is given."""
+    return map_tensors(lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, args)
+
+
+class Onlooker(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def ramp(t: Tensor) -> Tensor:
+    """Of the shape of t, different and not zero everywhere: a tangent, or a gradient of a result."""
+    values = torch.linspace(0.5, 2, t.numel(), dtype=torch.float64, device=t.device)
+    return values.reshape(t.shape).to(t.dtype)
+
+
+def variants(t: Tensor) -> list[Tensor]:
+    """Three tensors of the shape of t for a batch."""
+    if not t.is_floating_point():
+        return [t, t.flip(0) if t.dim() else t, t]
+    return [t, t.flip(0) if t.dim() else t / 3, (t / 2).to(t.dtype)]
+
+
+def of_tensors(function: Callable, args: Args, positions: Sequence[int]) -> Callable:
+    """The function of the tensors at these positions; the other arguments stay."""
+
+    def call(*given: Tensor) -> Any:
+        every = list(args)
+        for i, t in zip(positions, given):
+            every[i] = t
+        return function(*every)
+
+    return call
+
+
+def summed(function: Callable) -> Callable:
+    """Weighted, so that each element of each result has a gradient of its own."""
+    return lambda *args: sum(((t * t.cos()).sum() for t in tensors(function(*args))), start=torch.zeros(()))
+
+
+def by_dual_tensors(function: Callable, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+    """What torch.func.jvp returns, without it."""
+    with forward_ad.dual_level():
+        results = function(*map(forward_ad.make_dual, primals, tangents))
+        parts = [forward_ad.unpack_dual(t) for t in tensors(results)]
+        # None is a tangent of zero: right where a result doesn't depend on the argument, as the comparison tells.
+        found = [torch.zeros_like(part.primal) if part.tangent is None else part.tangent for part in parts]
+    if isinstance(results, Tensor):
+        return parts[0].primal, found[0]
+    return tuple(part.primal for part in parts), tuple(found)
+
+
+def plain_gradients(function: Callable, args: Args, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    outputs = [t for t in tensors(function(*args)) if t.requires_grad]
+    return torch.autograd.grad(outputs, leaves, [t.detach().cos() for t in outputs], materialize_grads=True)
+
+
+def compare(got: Any, want: Any, what: str) -> None:
+    """Results or derivatives in float64, or whole numbers, against the reference's."""
+    got, want = tensors(got), tensors(want)
+    assert len(got) == len(want), f"{len(got)} tensors, not {len(want)}: {what}"
+    for g, w in zip(got, want):
+        tolerance = 8 * torch.finfo(w.dtype).eps if w.is_floating_point() else 0
+        largest = w.abs().max().item() if w.numel() else 0.0
+        torch.testing.assert_close(
+            g, w, rtol=tolerance, atol=tolerance * (1 + largest), equal_nan=True, msg=lambda m: f"{what}: {m}"
+        )
 
 
 def wrong_arguments(signature: Signature, args: Args) -> Iterator[tuple[str, Args]]:

@@ -5,15 +5,31 @@ import torch
 from contract import DEVICES, Case, Contract
 from torch import Tensor
 
-from extension_cpp.ops._operator import operator
+from extension_cpp.ops._operator import _implement, operator
 
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
 def define(
-    name: str, kernel, *, reference=None, fake=None, backward=None, into=False, signature="x: ... -> ...", **description
+    name: str,
+    kernel,
+    *,
+    reference=None,
+    fake=None,
+    backward=None,
+    vmap=None,
+    autocast="promote",
+    into=False,
+    signature="x: ... -> ...",
+    instead=None,
+    public=None,
+    **description,
 ) -> Contract:
-    """An operator that doubles x, or is meant to, and what the contract is told of it. `into`: it writes into an argument."""
+    """An operator that doubles x, or is meant to, and what the contract is told of it.
+
+    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived; `public`: in that of
+    the public function.
+    """
     LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, key)
@@ -22,8 +38,15 @@ def define(
         signature="x: ...; out: ... as x ->" if into else signature,
         fake=fake,
         backward=backward,
+        vmap=vmap,
+        autocast=autocast,
         differentiable=backward is not None,
     )(reference or (double_into if into else double))
+    for key, function in (instead or {}).items():
+        _implement(name, function(declared.operator), key)
+    if public is not None:
+        public.operator = declared.operator
+        declared = public
 
     class Described(Contract):
         op = Case(declared, into_samples if into else samples, **description)
@@ -126,6 +149,50 @@ def errors_into(device: str):
     yield (x, x.clone()), "refuses: x must not have 3 dimensions"
 
 
+def ignores_tangents(operator):
+    def autograd(x: Tensor) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.default(x)
+
+    return autograd
+
+
+def detaches(operator):
+    return lambda x: operator.reference(x.detach()) + 0 * x.sum()
+
+
+def writes_nothing(operator):
+    return lambda x, out: None
+
+
+def casts_nothing(operator):
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def autocast(x: Tensor) -> Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return operator.default(x)
+
+    return autocast
+
+
+def casts_before_autograd(operator):
+    """Casts arguments in a way that cuts the graph."""
+    return lambda x: casts_nothing(operator)(x.detach().to(torch.bfloat16).requires_grad_(x.requires_grad))
+
+
+def batch_first_always(info, in_dims, x: Tensor):
+    return double(x), 0
+
+
+def with_a_factory(x: Tensor) -> Tensor:
+    return x * torch.full(x.shape, 2, dtype=x.dtype)
+
+
+def modes_matter(grad: Tensor) -> Tensor:
+    return grad * (3 if torch._C._len_torch_dispatch_stack() else 2)
+
+
 healthy = define("fault_none", double, backward=twice)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_where = define_where("fault_none_where", where_large)
@@ -152,6 +219,53 @@ FAULTS = {
         define_where("fault_size", where_large, fake=lambda x: x.new_empty(x.numel(), dtype=torch.int64)),
         "test_fake_kernel",
     ),
+    "ignores tangents": (
+        define("fault_tangent", double, backward=twice, instead={"Autograd": ignores_tangents}),
+        "test_forward_mode",
+    ),
+    "ignores tangents under torch.func": (
+        define("fault_jvp", double, backward=twice, instead={"FuncTorchDynamicLayerFrontMode": detaches}),
+        "test_forward_mode",
+    ),
+    "tangents lost in what is written": (
+        define("fault_dual_out", double_into, into=True, instead={"ADInplaceOrView": lambda op: double_into}),
+        "test_forward_mode",
+    ),
+    "no gradient under torch.func": (
+        define("fault_func", double, backward=twice, instead={"FuncTorchDynamicLayerFrontMode": detaches}),
+        "test_transforms",
+    ),
+    "wrong dimension of vmap": (
+        define("fault_vmap", double, backward=twice, vmap=batch_first_always),
+        "test_transforms",
+    ),
+    "vmap without a derivative": (define("fault_batch", double, vmap=batch_first_always), "test_transforms"),
+    "functionalize loses what is written": (
+        define("fault_functional", double_into, into=True, instead={"FuncTorchDynamicLayerFrontMode": writes_nothing}),
+        "test_transforms",
+    ),
+    "ignores autocast": (
+        define(
+            "fault_autocast",
+            double,
+            backward=twice,
+            autocast="lower",
+            instead={"AutocastCPU": casts_nothing, "AutocastCUDA": casts_nothing},
+        ),
+        "test_autocast",
+    ),
+    "gradients lost in autocast": (
+        define(
+            "fault_cast",
+            double,
+            backward=twice,
+            autocast="lower",
+            instead={"AutocastCPU": casts_before_autograd, "AutocastCUDA": casts_before_autograd},
+        ),
+        "test_autocast",
+    ),
+    "made where it is the default": (define("fault_factory", double, public=with_a_factory), "test_dispatch_modes"),
+    "depends on a dispatch mode": (define("fault_mode", double, backward=modes_matter), "test_dispatch_modes"),
     "changes out, then refuses": (
         define("fault_late", changes_before_refusing, fake=changes_before_refusing, errors=errors_into, into=True),
         "test_errors",

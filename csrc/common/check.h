@@ -32,6 +32,11 @@ template <class... Parts>
   throw std::runtime_error(message.str());
 }
 
+// A product of sizes. Next to a size of 0 the others may be anything: their product wraps around, and nothing uses it.
+EXTENSION_CPP_INLINE int64_t times(int64_t x, int64_t y) {
+  return static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+}
+
 // "(2, 3)", "(4,)" and "()", as Python prints a tuple.
 template <class Ints>
 std::string tuple(const Ints& values) {
@@ -60,7 +65,7 @@ struct View {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
     sizes = {size_data, static_cast<size_t>(ndim)};
     strides = {stride_data, static_cast<size_t>(ndim)};
-    for (int64_t k = ndim; k-- > 0; numel *= sizes[k])
+    for (int64_t k = ndim; k-- > 0; numel = times(numel, sizes[k]))
       contiguous = contiguous && (sizes[k] == 1 || strides[k] == numel);
     contiguous = contiguous || numel == 0;
   }

@@ -12,6 +12,21 @@ namespace extension_cpp {
 template <class... T>
 struct Types {};
 
+namespace detail {
+
+template <class List, class... More>
+struct Joined;
+template <class... T, class... More>
+struct Joined<Types<T...>, More...> {
+  using type = Types<T..., More...>;
+};
+
+}  // namespace detail
+
+// A list and more: With<Floating, int32_t>.
+template <class List, class... More>
+using With = typename detail::Joined<List, More...>::type;
+
 template <class T>
 int32_t dtype_of();
 template <>

@@ -1,8 +1,8 @@
 // Runs an elementwise operator on CUDA.
 //
 // Such an operator is bound by memory: what counts is that accesses are wide and coalesced, and that little is computed
-// for each. linear_kernel is for contiguous operands, row_kernel for strided and broadcast ones, tile_kernel for those of
-// which some are transposed, and general_kernel for what is left.
+// for each. linear_kernel is for contiguous operands, row_kernel for strided and broadcast ones, tile_kernel for those
+// of which some are transposed, and general_kernel for what is left.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

@@ -126,7 +126,7 @@ void dense_strides(const Sizes& sizes, int ndim, const int* perm, int64_t* strid
   int64_t step = 1;
   for (int k = 0; k < ndim; ++k) {
     strides[perm[k]] = step;
-    step *= std::max<int64_t>(sizes[perm[k]], 1);
+    step = times(step, std::max<int64_t>(sizes[perm[k]], 1));
   }
 }
 
@@ -148,6 +148,7 @@ bool are_linear(const std::array<View, K>& tensors) {
 // Takes the dimensions in the order of perm and merges those that lie behind one another in every operand.
 template <int N>
 void collapse_dims(const Shape& shape, const int64_t (&strides)[N][kMaxDims], const int* perm, Loop<N>& loop) {
+  if (std::find(shape.dims, shape.dims + shape.ndim, 0) != shape.dims + shape.ndim) return linear_loop(loop, 0);
   for (int k = 0; k < shape.ndim; ++k) {
     const int64_t size = shape[perm[k]];
     loop.numel *= size;

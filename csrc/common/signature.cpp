@@ -218,7 +218,7 @@ Tensor Checks::empty(size_t result, const View& first) const {
   }
   for (const detail::Size& size : described.pattern.sizes) sizes[ndim++] = size.value(dims_);
   int64_t step = 1;
-  for (size_t d = ndim; d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
+  for (size_t d = ndim; d-- > 0; step = times(step, std::max<int64_t>(sizes[d], 1))) strides[d] = step;
   return empty_strided(first, described.dtype, sizes.data(), strides.data(), ndim);
 }
 

@@ -24,7 +24,9 @@ struct Size {
   int name = -1, times = -1;
   int64_t add = 0;
 
-  int64_t value(const int64_t* dims) const { return name < 0 ? add : dims[name] * (times < 0 ? 1 : dims[times]) + add; }
+  int64_t value(const int64_t* dims) const {
+    return name < 0 ? add : extension_cpp::times(dims[name], times < 0 ? 1 : dims[times]) + add;
+  }
 };
 
 struct Pattern {

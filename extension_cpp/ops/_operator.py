@@ -44,6 +44,7 @@ try:
         _AutoDispatchBelowAutograd,
         _dispatch_call_boxed,
         _ExcludeDispatchKeyGuard,
+        _is_any_autocast_enabled,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
@@ -299,6 +300,7 @@ class Operator:
                 or _len_torch_dispatch_stack()
                 or _len_torch_function_stack()
                 or forward_ad._current_level >= 0
+                or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
             ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter or args[i] is None for i in tensors)
             if not eager or any(args[i] is None for i in tensors):
                 return default(*args)
@@ -492,11 +494,18 @@ class Operator:
         def transformed(*args: Any) -> Any:
             """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
             kinds = {interpreter.key() for interpreter in get_interpreter_stack()}
-            if self.written or not kinds <= {TransformType.Vmap, TransformType.Grad}:
-                return self.checked(*args)
+            reference = self.written or not kinds <= {TransformType.Vmap, TransformType.Grad}
             if TransformType.Grad in kinds and self.differentiable and self.backward is None:
-                return self.checked(*args)
-            return derivative().apply(*self.all_arguments(args))
+                reference = True
+            try:
+                return self.checked(*args) if reference else derivative().apply(*self.all_arguments(args))
+            except RuntimeError as error:
+                if TransformType.Vmap not in kinds or type(error) is not RuntimeError:
+                    raise
+                if str(error).startswith(f"{self.name}: "):
+                    raise
+                # Of an operator of PyTorch's in the reference, of which the caller knows nothing.
+                raise RuntimeError(f"{self.name}: vmap can't batch its reference: {error}") from error
 
         return transformed
 
@@ -670,7 +679,10 @@ class Operator:
             return tuple(None if inputs[i] is None else next(found) for i in self.differentiable_arguments)
 
     def _vmap(self, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        """One call for the batch where the signature says how; else the reference's operators, batched by PyTorch."""
+        """One call for the batch where the signature says how.
+
+        Else the reference's operators, batched by PyTorch, or a call each of what has no derivative.
+        """
         batched = {i: t for i, t in enumerate(args) if isinstance(t, Tensor)}
         outs = [0] * len(self.schema.returns)
         patterns = {}
@@ -707,7 +719,16 @@ class Operator:
                 split.append(t.unflatten(at, (info.batch_size, size)).movedim(at - 1, 0))
             if len(split) == len(outs):
                 return (split[0], 0) if len(outs) == 1 else (tuple(split), tuple(outs))
-        results = torch.func.vmap(self.reference, tuple(in_dims), randomness=info.randomness)(*args)
+        if self.signature.dynamic_size:
+            fail(self.name, "vmap needs results of one size, and its result has one that depends on values")
+        if self.differentiable:
+            results = torch.func.vmap(self.reference, tuple(in_dims), randomness=info.randomness)(*args)
+        else:  # Which may need values, as PyTorch's batching has none; no derivative is lost.
+            calls = [
+                self.default(*(arg if dim is None else arg.select(dim, n) for arg, dim in zip(args, in_dims)))
+                for n in range(info.batch_size)
+            ]
+            results = torch.stack(calls) if len(outs) == 1 else tuple(map(torch.stack, zip(*calls)))
         return results, outs[0] if len(outs) == 1 else tuple(outs)
 
     def _call_with(self, args: Sequence[Any], changed: dict[int, Tensor]) -> Any:
