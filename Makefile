@@ -59,7 +59,7 @@ op-remove: $(VENV)/.ready
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)
 	$(MAKE) build
 
-# A distribution of one's own: NAME, in the new folder DEST (README.md).
+# A distribution of your own: NAME, in the new folder DEST (README.md).
 new-distribution: $(VENV)/.ready
 	$(RUN) -m copier copy --trust --data "name=$(NAME)" --defaults "$(CURDIR)" "$(DEST)"
 
