@@ -17,42 +17,33 @@ import importlib
 import linecache
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _dispatch_call_boxed,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _signature
+from extension_cpp.ops import _backends, _derivatives, _signature
 from extension_cpp.ops._signature import Signature, fail
 
 NAMESPACE = "extension_cpp"
 F = TypeVar("F", bound=Callable[..., Any])
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-
-try:
-    from torch._C import (
-        _any_requires_grad,
-        _are_functorch_transforms_active,
-        _AutoDispatchBelowADInplaceOrView,
-        _AutoDispatchBelowAutograd,
-        _dispatch_call_boxed,
-        _ExcludeDispatchKeyGuard,
-        _is_any_autocast_enabled,
-        _len_torch_dispatch_stack,
-        _len_torch_function_stack,
-    )
-    from torch._C._functorch import TransformType, get_interpreter_stack
-except ImportError as error:
-    raise ImportError(
-        f"extension_cpp: torch {torch.__version__} lacks what its operators are made of: {error}"
-    ) from None
 
 _HELPERS = {
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
@@ -68,94 +59,56 @@ _HELPERS = {
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
 
 
-def operator(
-    *,
-    backward: Callable | None = None,
-    saved_for: dict[str, str] | None = None,
-    differentiable: bool = True,
-    independent: str = "",
-    vmap: Callable | None = None,
-    autocast: str = "promote",
-    filled: dict[str, Callable] | None = None,
-    triton: bool = False,
-    public: bool = True,
-    fake: Callable | None = None,
-    signature: str = "",
-    name: str = "",
-) -> Callable[[F], F]:
-    """Declare the operator of a function's name, whose schema, signature and kernels the libraries have registered.
+@dataclass(frozen=True, kw_only=True)
+class operator:
+    """Declares the operator of a function's name, whose schema, signature and kernels the libraries have registered.
 
     The function is its reference: the operator in plain PyTorch, right for arguments that pass the checks. It is compared
     with the kernels, it is used where there is none, and the derivatives in forward mode are its own. What is returned is
     the public function, with the same documentation.
-
-    Args:
-        backward: the gradients of the tensors that have one, in the order of the arguments, each of the shape of its
-            argument or of what that was broadcast to. Its parameters say what it needs: the gradients of the results
-            first, then arguments by their names, `result` (or `result0`, `result1`, ...), and `needs`, a tuple that says
-            of each argument whether it needs a gradient. Only those are kept. Without it, the derivative is that of the
-            reference.
-        saved_for: argument to the argument whose gradient needs it: it is None where that one needs none.
-        differentiable: False for an operator whose results have no derivative.
-        independent: dimensions along which the results are computed independently, "B" or "M N": vmap makes one call.
-        vmap: a rule of its own, as of torch.autograd.Function.
-        autocast: what torch.autocast does with floating arguments: "promote" to the widest dtype among them, "lower" to
-            autocast's own, "float32", or "" for nothing.
-        filled: arguments of the schema that the public function doesn't have: name to a function of the first tensor.
-        triton: whether extension_cpp/triton/<stem>.py has a kernel of the operator's name.
-        public: False for what only derivatives call.
-        fake: a fake kernel of its own, in place of that of the signature.
-        signature: of an operator that no library of this package has.
-        name: of the operator, where the function has another.
     """
 
-    def declare(reference: F) -> F:
-        return Operator(
-            reference,
-            backward=backward,
-            saved_for=saved_for or {},
-            differentiable=differentiable,
-            independent=independent.split(),
-            vmap=vmap,
-            autocast=autocast,
-            filled=filled or {},
-            triton=triton,
-            public=public,
-            fake=fake,
-            signature=signature,
-            name=name or reference.__name__,
-        ).function
+    backward: Callable | None = None
+    """The gradients of the tensors that have one, in the order of the arguments, each of the shape of its argument or of
+    what that was broadcast to. Its parameters say what it needs: the gradients of the results first, then arguments by
+    their names, `result` (or `result0`, `result1`, ...), and `needs`, a tuple that says of each argument whether it needs a
+    gradient. Only those are kept. Without it, the derivative is that of the reference."""
+    saved_for: dict[str, str] = field(default_factory=dict)
+    """Argument to the argument whose gradient needs it: it is None where that one needs none."""
+    differentiable: bool = True
+    """False for an operator whose results have no derivative."""
+    independent: str = ""
+    """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call."""
+    vmap: Callable | None = None
+    """A rule of its own, as of torch.autograd.Function."""
+    autocast: str = "promote"
+    """What torch.autocast does with floating arguments: "promote" to the widest dtype among them, "lower" to autocast's
+    own, "float32", or "" for nothing."""
+    filled: dict[str, Callable] = field(default_factory=dict)
+    """Arguments of the schema that the public function doesn't have: name to a function of the first tensor."""
+    triton: bool = False
+    """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name."""
+    public: bool = True
+    """False for what only derivatives call."""
+    fake: Callable | None = None
+    """A fake kernel of its own, in place of that of the signature."""
+    signature: str = ""
+    """Of an operator that no library of this package has."""
+    name: str = ""
+    """Of the operator, where the function has another."""
 
-    return declare
+    def __call__(self, reference: F) -> F:
+        return Operator(reference, self).function
 
 
 class Operator:
     """What was declared of an operator, and what is made of it."""
 
-    def __init__(
-        self,
-        reference: Callable,
-        *,
-        backward: Callable | None,
-        saved_for: dict[str, str],
-        differentiable: bool,
-        independent: list[str],
-        vmap: Callable | None,
-        autocast: str,
-        filled: dict[str, Callable],
-        triton: bool,
-        public: bool,
-        fake: Callable | None,
-        signature: str,
-        name: str,
-    ) -> None:
-        self.name = name
+    def __init__(self, reference: Callable, declared: operator) -> None:
+        self.name = declared.name or reference.__name__
         self.stem = reference.__module__.rpartition(".")[2]
-        self.reference = reference
-        self.backward, self.saved_for, self.differentiable = backward, saved_for, differentiable
-        self.independent, self.vmap, self.autocast = independent, vmap, autocast
-        self.filled, self.triton, self.public = filled, triton, public
-        self._fake, self._signature = fake, signature
+        self.reference, self.declared = reference, declared
+        self.backward, self.triton, self.public = declared.backward, declared.triton, declared.public
         self.native: list[str] = []
         self.made: set[str] = set()
         self.triton_function: Callable | None = None
@@ -172,7 +125,7 @@ class Operator:
         self.written = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
-        self.differentiable = differentiable and not self.written
+        self.differentiable = declared.differentiable and not self.written
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self._complete(self.default, None)
@@ -183,8 +136,8 @@ class Operator:
 
     @cached_property
     def signature(self) -> Signature:
-        if self._signature:
-            return Signature.read(self._signature, self.schema)
+        if self.declared.signature:
+            return Signature.read(self.declared.signature, self.schema)
         for library in _loader.libraries.values():
             if line := _ask(library)(self.name.encode()):
                 return Signature.read(line.decode(), self.schema)
@@ -192,8 +145,8 @@ class Operator:
 
     def fake(self, *args: Any) -> Any:
         """The results of a call without their values; raises what the kernels raise."""
-        if self._fake:
-            return self._fake(*args)
+        if self.declared.fake:
+            return self.declared.fake(*args)
         every = self.all_arguments(args)
         return self.signature.empty(every, self.signature.check(every))
 
@@ -225,9 +178,9 @@ class Operator:
         defaults: dict[str, Any] = {}
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
             kind = str(argument.type)
-            if name in self.filled:
+            if name in self.declared.filled:
                 arguments.append(f"_fill_{name}({self.names[0]})")
-                defaults[f"_fill_{name}"] = self.filled[name]
+                defaults[f"_fill_{name}"] = self.declared.filled[name]
                 continue
             parameters.append(f"{name}=_default_{name}" if argument.has_default_value() else name)
             if argument.has_default_value():
@@ -277,7 +230,9 @@ class Operator:
         function.__qualname__ = self.name
         function.__doc__ = self.reference.__doc__
         function.__module__ = self.reference.__module__
-        function.__annotations__ = {k: v for k, v in self.reference.__annotations__.items() if k not in self.filled}
+        function.__annotations__ = {
+            k: v for k, v in self.reference.__annotations__.items() if k not in self.declared.filled
+        }
         function.operator = self
         return function
 
@@ -313,7 +268,7 @@ class Operator:
     @cached_property
     def _apply(self) -> Callable:
         """A plain call that needs a gradient: torch's own entry, without what Function.apply does for torch.func."""
-        function = self._derivative(self.default, None, quick=True)
+        function = _derivatives.make_function(self, self.default, None, quick=True)
         return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     # Registration.
@@ -333,16 +288,16 @@ class Operator:
         if self.written:
             _implement(name, torch.library.fallthrough_kernel, "Autograd")
             if backend != "triton":  # There torch.library does it.
-                _implement(name, self._make_write(overload), "ADInplaceOrView", with_keyset=True)
-            _library.impl(name, self._make_negative(overload), "Negative")
+                _implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
+            _library.impl(name, _derivatives.make_negative(self, overload), "Negative")
         elif self.differentiable:
-            _implement(name, self._make_autograd(overload, backend), "Autograd", with_keyset=True)
+            _implement(name, _derivatives.make_autograd(self, overload, backend), "Autograd", with_keyset=True)
         else:
             _implement(name, torch.library.fallthrough_kernel, "Autograd")
-        _library.impl(name, self._make_transformed(overload, backend), "FuncTorchDynamicLayerFrontMode")
-        if self.autocast:
+        _library.impl(name, _derivatives.make_transformed(self, overload, backend), "FuncTorchDynamicLayerFrontMode")
+        if self.declared.autocast:
             for device in ("CPU", "CUDA"):
-                _library.impl(name, self._make_autocast(overload, device), f"Autocast{device}")
+                _library.impl(name, _derivatives.make_autocast(self, overload, device), f"Autocast{device}")
 
     def _choose_kernels(self) -> None:
         """Let the operator lead to what is used on each type of device."""
@@ -465,274 +420,9 @@ class Operator:
         name = overload._name.removesuffix(".default")
         torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_library)
 
-    # Derivatives and transforms.
-
     def all_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """With the defaults of arguments that the dispatcher left out."""
         return args if len(args) == len(self.names) else [*args, *self.defaults[len(args) :]]
-
-    def _make_autograd(self, overload: Any, backend: str | None) -> Callable:
-        @cache
-        def derivative() -> Any:
-            return self._derivative(overload, backend)
-
-        def autograd(keys: Any, *args: Any) -> Any:
-            if forward_ad._current_level >= 0 and any(is_dual(arg) for arg in args):
-                return self.checked(*args)  # PyTorch's own operators know forward mode.
-            if torch.is_grad_enabled() and _any_requires_grad(*args):
-                return derivative().apply(*self.all_arguments(args))
-            with _AutoDispatchBelowAutograd():
-                return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-        return autograd
-
-    def _make_transformed(self, overload: Any, backend: str | None) -> Callable:
-        @cache
-        def derivative() -> Any:
-            return self._derivative(overload, backend)
-
-        def transformed(*args: Any) -> Any:
-            """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
-            kinds = {interpreter.key() for interpreter in get_interpreter_stack()}
-            reference = self.written or not kinds <= {TransformType.Vmap, TransformType.Grad}
-            if TransformType.Grad in kinds and self.differentiable and self.backward is None:
-                reference = True
-            try:
-                return self.checked(*args) if reference else derivative().apply(*self.all_arguments(args))
-            except RuntimeError as error:
-                if TransformType.Vmap not in kinds or type(error) is not RuntimeError:
-                    raise
-                if str(error).startswith(f"{self.name}: "):
-                    raise
-                # Of an operator of PyTorch's in the reference, of which the caller knows nothing.
-                raise RuntimeError(f"{self.name}: vmap can't batch its reference: {error}") from error
-
-        return transformed
-
-    def _make_write(self, overload: Any) -> Callable:
-        def write(keys: Any, *args: Any) -> None:
-            """What PyTorch's own functions with `out` refuse, and a new version of what is written.
-
-            Kernels on the stable ABI can't do this. Without a new version, a gradient that needs the overwritten values is
-            silently wrong.
-            """
-            recorded = torch.is_grad_enabled()
-            for i in self.tensors:
-                if not isinstance(args[i], Tensor):
-                    continue
-                if recorded and args[i].requires_grad:
-                    why = "as writing has none; got one that does"
-                    fail(self.name, f"{self.names[i]} must not require a gradient, {why}")
-                if forward_ad._current_level >= 0 and is_dual(args[i]):
-                    fail(
-                        self.name,
-                        f"{self.names[i]} must not have a tangent, as writing has no derivative; got one that does",
-                    )
-            for i in self.written:
-                if args[i] is None:
-                    fail(self.name, f"{self.names[i]} must be a tensor, got None")
-                if args[i].is_inference() and not torch.is_inference_mode_enabled():
-                    fail(
-                        self.name, f"{self.names[i]} must not be an inference tensor outside of inference mode, got one"
-                    )
-            with _AutoDispatchBelowADInplaceOrView():
-                overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
-            for i in self.written:
-                increment_version(args[i])
-
-        return write
-
-    def _make_negative(self, overload: Any) -> Callable:
-        def negative(*args: Any) -> None:
-            """PyTorch's own fallback for views with a negative bit takes no operator that returns nothing."""
-            plain = {id(t): t.resolve_neg() for t in args if isinstance(t, Tensor)}
-            overload(*(plain.get(id(arg), arg) for arg in args))
-            for i in self.written:
-                if args[i].is_neg():
-                    args[i].copy_(plain[id(args[i])])
-
-        return negative
-
-    def _make_autocast(self, overload: Any, device: str) -> Callable:
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
-        kind = device.lower()
-
-        def autocast(*args: Any) -> Any:
-            floating = [a for a in args if isinstance(a, Tensor) and a.is_floating_point() and a.device.type == kind]
-            dtype = torch.float32 if self.autocast == "float32" else torch.get_autocast_dtype(kind)
-            if self.autocast == "promote":
-                for t in floating:
-                    dtype = torch.promote_types(dtype, t.dtype) if t is not floating[0] else t.dtype
-            if not self.written and not any(t.dtype == torch.float64 for t in floating):
-                args = tuple(a.to(dtype) if any(a is t for t in floating) else a for a in args)
-            with _ExcludeDispatchKeyGuard(keys):
-                return overload(*args)
-
-        return autocast
-
-    def _derivative(self, overload: Any, backend: str | None, quick: bool = False) -> Any:
-        """The torch.autograd.Function of an overload; `quick`, for plain calls only."""
-        positions = {name: i for i, name in enumerate(self.names)}
-        results = len(self.schema.returns)
-        code = self.backward.__code__ if self.backward else None
-        wanted = code.co_varnames[results : code.co_argcount] if code else self.names
-        # What the formula takes after the gradients: from what is saved, from the arguments, or what is needed.
-        kept: list[
-            tuple[str, int, int | None]
-        ] = []  # "argument" or "result", its position, and which gradient it is for
-        takes: list[tuple[str, int]] = []
-        for name in wanted:
-            if name == "needs":
-                takes.append(("needs", 0))
-            elif name.removeprefix("result").isdigit() or name == "result":
-                takes.append(("saved", len(kept)))
-                kept.append(("result", int(name.removeprefix("result") or 0), None))
-            elif positions[name] in self.tensors:
-                takes.append(("saved", len(kept)))
-                other = self.saved_for.get(name)
-                kept.append(("argument", positions[name], None if other is None else positions[other]))
-            else:
-                takes.append(("number", positions[name]))
-        formula = _within(backend, self.backward or self._derivative_of_reference)
-        gradients = self.differentiable_arguments if self.differentiable else []
-        broadcasts, count = self.signature.broadcasts, len(self.names)
-        numbers = any(source == "number" for source, _ in takes)
-
-        class Derivative(torch.autograd.Function):
-            @staticmethod
-            def forward(*args: Any) -> Any:
-                if quick:
-                    return _dispatch_call_boxed(self.kernel, *args)
-                with _AutoDispatchBelowAutograd():
-                    return overload(*args)
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                outputs = (output,) if results == 1 else output
-                if not self.differentiable:
-                    ctx.mark_non_differentiable(*outputs)
-                    return
-                needs = ctx.needs_input_grad
-                ctx.save_for_backward(
-                    *(
-                        (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
-                        for source, at, other in kept
-                    )
-                )
-                ctx.shapes = [None if inputs[i] is None else inputs[i].shape for i in gradients]
-                if numbers:
-                    ctx.numbers = inputs
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-                given = [
-                    saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs
-                    for source, at in takes
-                ]
-                found = formula(*grads, *given)
-                found = (found,) if isinstance(found, Tensor) or found is None else found
-                every: list[Any] = [None] * count
-                for i, shape, grad in zip(gradients, ctx.shapes, found, strict=True):
-                    if grad is not None and shape is not None and needs[i]:
-                        if grad.shape != shape:
-                            grad = grad.sum_to_size(shape) if broadcasts else grad.reshape(shape)
-                        every[i] = grad
-                return tuple(every)
-
-            @staticmethod
-            def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-                rule = self.vmap or self._vmap
-                return _within(backend, rule)(info, in_dims, *args)
-
-        Derivative.__name__ = Derivative.__qualname__ = f"{self.name}_derivative"
-        return Derivative
-
-    def _derivative_of_reference(self, *args: Any) -> Any:
-        """The gradients that autograd has of the reference, differentiable themselves."""
-        results = len(self.schema.returns)
-        grads, inputs = args[:results], list(args[results:])
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            for i in self.differentiable_arguments:
-                if (
-                    inputs[i] is not None
-                ):  # A new name for it, which the gradient is taken of; the graph goes on behind it.
-                    inputs[i] = (
-                        inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else inputs[i].detach().requires_grad_()
-                    )
-            outputs = self.reference(*inputs)
-            outputs = (outputs,) if results == 1 else outputs
-            wanted = [inputs[i] for i in self.differentiable_arguments if inputs[i] is not None]
-            pairs = [(out, grad) for out, grad in zip(outputs, grads) if out.requires_grad and grad is not None]
-            found = iter(
-                torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    wanted,
-                    [grad for _, grad in pairs],
-                    create_graph=again,
-                    allow_unused=True,
-                )
-                if pairs
-                else [None] * len(wanted)
-            )
-            return tuple(None if inputs[i] is None else next(found) for i in self.differentiable_arguments)
-
-    def _vmap(self, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        """One call for the batch where the signature says how.
-
-        Else the reference's operators, batched by PyTorch, or a call each of what has no derivative.
-        """
-        batched = {i: t for i, t in enumerate(args) if isinstance(t, Tensor)}
-        outs = [0] * len(self.schema.returns)
-        patterns = {}
-        for argument, _ in self.signature.tensors(args):
-            i = self.names.index(argument.name)
-            if i in batched:
-                dims = batched[i].dim() - (in_dims[i] is not None)
-                patterns[i] = next(
-                    (p for p in argument.patterns if p.pack or len(p.sizes) == dims), argument.patterns[0]
-                )
-        if self.signature.elementwise:
-            moved = batch_first([in_dims[i] for i in batched], *batched.values())
-            if not self.signature.broadcasts:
-                moved = list(torch.broadcast_tensors(*moved))
-            return self._call_with(args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)
-        for name in self.independent:
-            with_it = [i for i, pattern in patterns.items() if name in pattern.sizes]
-            if not all(i in with_it for i in batched if in_dims[i] is not None):
-                continue
-            size, merged = 0, {}
-            for i in with_it:
-                t, dim = args[i], in_dims[i]
-                at = patterns[i].sizes.index(name) - len(patterns[i].sizes)  # from the last dimension
-                t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-                size = t.shape[at]
-                merged[i] = t.movedim(0, at - 1).flatten(t.dim() + at - 1, t.dim() + at)
-            found = self._call_with(args, merged)
-            found = (found,) if isinstance(found, Tensor) else found
-            split = []
-            for t, result in zip(found, self.signature.results):
-                if name not in result.pattern.sizes:  # A sum over it: of the whole batch, not of its parts.
-                    break
-                at = result.pattern.sizes.index(name) - len(result.pattern.sizes)
-                split.append(t.unflatten(at, (info.batch_size, size)).movedim(at - 1, 0))
-            if len(split) == len(outs):
-                return (split[0], 0) if len(outs) == 1 else (tuple(split), tuple(outs))
-        if self.signature.dynamic_size:
-            fail(self.name, "vmap needs results of one size, and its result has one that depends on values")
-        if self.differentiable:
-            results = torch.func.vmap(self.reference, tuple(in_dims), randomness=info.randomness)(*args)
-        else:  # Which may need values, as PyTorch's batching has none; no derivative is lost.
-            calls = [
-                self.default(*(arg if dim is None else arg.select(dim, n) for arg, dim in zip(args, in_dims)))
-                for n in range(info.batch_size)
-            ]
-            results = torch.stack(calls) if len(outs) == 1 else tuple(map(torch.stack, zip(*calls)))
-        return results, outs[0] if len(outs) == 1 else tuple(outs)
-
-    def _call_with(self, args: Sequence[Any], changed: dict[int, Tensor]) -> Any:
-        return self.default(*(changed.get(i, arg) for i, arg in enumerate(args)))
 
 
 def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -> None:
@@ -740,32 +430,6 @@ def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
-
-
-def is_dual(value: Any) -> bool:
-    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
-
-
-def _within(backend: str | None, function: Callable) -> Callable:
-    if backend is None:
-        return function
-
-    @wraps(function)
-    def run(*args: Any) -> Any:
-        with _backends.use_backend(backend):
-            return function(*args)
-
-    return run
-
-
-def batch_first(in_dims: Sequence[int | None], *tensors: Tensor) -> list[Tensor]:
-    """For vmap: tensors whose batch is their first dimension and which broadcast as their elements do."""
-    first = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims)]
-    dims = max(t.dim() - (dim is not None) for t, dim in zip(first, in_dims))
-    return [
-        t if dim is None else t.reshape(t.shape[0], *(1,) * (dims + 1 - t.dim()), *t.shape[1:])
-        for t, dim in zip(first, in_dims)
-    ]
 
 
 @cache

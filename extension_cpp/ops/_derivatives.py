@@ -1,0 +1,321 @@
+"""What an operator registers with autograd, torch.func and autocast, from its declaration.
+
+Kernels of the dispatcher's keys, each for one overload. Its derivative is a torch.autograd.Function, which all of them lead
+to: PyTorch knows how to take it through every transform. Forward mode and functionalize take the reference, whose operators
+are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _any_requires_grad,
+    _AutoDispatchBelowADInplaceOrView,
+    _AutoDispatchBelowAutograd,
+    _dispatch_call_boxed,
+    _ExcludeDispatchKeyGuard,
+)
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+
+from extension_cpp.ops import _backends
+from extension_cpp.ops._signature import fail
+
+
+def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable:
+    @cache
+    def derivative() -> Any:
+        return make_function(operator, overload, backend)
+
+    def autograd(keys: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(is_dual(arg) for arg in args):
+            return operator.checked(*args)  # PyTorch's own operators know forward mode.
+        if torch.is_grad_enabled() and _any_requires_grad(*args):
+            return derivative().apply(*operator.all_arguments(args))
+        with _AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    return autograd
+
+
+def make_transformed(operator: Any, overload: Any, backend: str | None) -> Callable:
+    @cache
+    def derivative() -> Any:
+        return make_function(operator, overload, backend)
+
+    def transformed(*args: Any) -> Any:
+        """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
+        kinds = {interpreter.key() for interpreter in get_interpreter_stack()}
+        reference = operator.written or not kinds <= {TransformType.Vmap, TransformType.Grad}
+        if TransformType.Grad in kinds and operator.differentiable and operator.backward is None:
+            reference = True
+        try:
+            return operator.checked(*args) if reference else derivative().apply(*operator.all_arguments(args))
+        except RuntimeError as error:
+            if TransformType.Vmap not in kinds or type(error) is not RuntimeError:
+                raise
+            if str(error).startswith(f"{operator.name}: "):
+                raise
+            # Of an operator of PyTorch's in the reference, of which the caller knows nothing.
+            raise RuntimeError(f"{operator.name}: vmap can't batch its reference: {error}") from error
+
+    return transformed
+
+
+def make_write(operator: Any, overload: Any) -> Callable:
+    def write(keys: Any, *args: Any) -> None:
+        """What PyTorch's own functions with `out` refuse, and a new version of what is written.
+
+        Kernels on the stable ABI can't do this. Without a new version, a gradient that needs the overwritten values is
+        silently wrong.
+        """
+        recorded = torch.is_grad_enabled()
+        for i in operator.tensors:
+            if not isinstance(args[i], Tensor):
+                continue
+            if recorded and args[i].requires_grad:
+                why = "as writing has none; got one that does"
+                fail(operator.name, f"{operator.names[i]} must not require a gradient, {why}")
+            if forward_ad._current_level >= 0 and is_dual(args[i]):
+                fail(
+                    operator.name,
+                    f"{operator.names[i]} must not have a tangent, as writing has no derivative; got one that does",
+                )
+        for i in operator.written:
+            if args[i] is None:
+                fail(operator.name, f"{operator.names[i]} must be a tensor, got None")
+            if args[i].is_inference() and not torch.is_inference_mode_enabled():
+                fail(
+                    operator.name,
+                    f"{operator.names[i]} must not be an inference tensor outside of inference mode, got one",
+                )
+        with _AutoDispatchBelowADInplaceOrView():
+            overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+        for i in operator.written:
+            increment_version(args[i])
+
+    return write
+
+
+def make_negative(operator: Any, overload: Any) -> Callable:
+    def negative(*args: Any) -> None:
+        """PyTorch's own fallback for views with a negative bit takes no operator that returns nothing."""
+        plain = {id(t): t.resolve_neg() for t in args if isinstance(t, Tensor)}
+        overload(*(plain.get(id(arg), arg) for arg in args))
+        for i in operator.written:
+            if args[i].is_neg():
+                args[i].copy_(plain[id(args[i])])
+
+    return negative
+
+
+def make_autocast(operator: Any, overload: Any, device: str) -> Callable:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+    kind = device.lower()
+
+    def autocast(*args: Any) -> Any:
+        floating = [a for a in args if isinstance(a, Tensor) and a.is_floating_point() and a.device.type == kind]
+        dtype = torch.float32 if operator.declared.autocast == "float32" else torch.get_autocast_dtype(kind)
+        if operator.declared.autocast == "promote":
+            for t in floating:
+                dtype = torch.promote_types(dtype, t.dtype) if t is not floating[0] else t.dtype
+        if not operator.written and not any(t.dtype == torch.float64 for t in floating):
+            args = tuple(a.to(dtype) if any(a is t for t in floating) else a for a in args)
+        with _ExcludeDispatchKeyGuard(keys):
+            return overload(*args)
+
+    return autocast
+
+
+def make_function(operator: Any, overload: Any, backend: str | None, quick: bool = False) -> Any:
+    """The torch.autograd.Function of an overload; `quick`, for plain calls only."""
+    positions = {name: i for i, name in enumerate(operator.names)}
+    results = len(operator.schema.returns)
+    code = operator.backward.__code__ if operator.backward else None
+    wanted = code.co_varnames[results : code.co_argcount] if code else operator.names
+    # What the formula takes after the gradients: from what is saved, from the arguments, or what is needed.
+    kept: list[tuple[str, int, int | None]] = []  # "argument" or "result", its position, and which gradient it is for
+    takes: list[tuple[str, int]] = []
+    for name in wanted:
+        if name == "needs":
+            takes.append(("needs", 0))
+        elif name.removeprefix("result").isdigit() or name == "result":
+            takes.append(("saved", len(kept)))
+            kept.append(("result", int(name.removeprefix("result") or 0), None))
+        elif positions[name] in operator.tensors:
+            takes.append(("saved", len(kept)))
+            other = operator.declared.saved_for.get(name)
+            kept.append(("argument", positions[name], None if other is None else positions[other]))
+        else:
+            takes.append(("number", positions[name]))
+    formula = _within(backend, operator.backward or partial(_derivative_of_reference, operator))
+    gradients = operator.differentiable_arguments if operator.differentiable else []
+    broadcasts, count = operator.signature.broadcasts, len(operator.names)
+    numbers = any(source == "number" for source, _ in takes)
+
+    class Derivative(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            if quick:
+                return _dispatch_call_boxed(operator.kernel, *args)
+            with _AutoDispatchBelowAutograd():
+                return overload(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            outputs = (output,) if results == 1 else output
+            if not operator.differentiable:
+                ctx.mark_non_differentiable(*outputs)
+                return
+            needs = ctx.needs_input_grad
+            ctx.save_for_backward(
+                *(
+                    (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
+                    for source, at, other in kept
+                )
+            )
+            ctx.shapes = [None if inputs[i] is None else inputs[i].shape for i in gradients]
+            if numbers:
+                ctx.numbers = inputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+            given = [
+                saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs
+                for source, at in takes
+            ]
+            found = formula(*grads, *given)
+            found = (found,) if isinstance(found, Tensor) or found is None else found
+            every: list[Any] = [None] * count
+            for i, shape, grad in zip(gradients, ctx.shapes, found, strict=True):
+                if grad is not None and shape is not None and needs[i]:
+                    if grad.shape != shape:
+                        grad = grad.sum_to_size(shape) if broadcasts else grad.reshape(shape)
+                    every[i] = grad
+            return tuple(every)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+            rule = operator.declared.vmap or partial(_vmap, operator)
+            return _within(backend, rule)(info, in_dims, *args)
+
+    Derivative.__name__ = Derivative.__qualname__ = f"{operator.name}_derivative"
+    return Derivative
+
+
+def _derivative_of_reference(operator: Any, *args: Any) -> Any:
+    """The gradients that autograd has of the reference, differentiable themselves."""
+    results = len(operator.schema.returns)
+    grads, inputs = args[:results], list(args[results:])
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        for i in operator.differentiable_arguments:
+            if inputs[i] is not None:  # A new name for it, which the gradient is taken of; the graph goes on behind it.
+                inputs[i] = (
+                    inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else inputs[i].detach().requires_grad_()
+                )
+        outputs = operator.reference(*inputs)
+        outputs = (outputs,) if results == 1 else outputs
+        wanted = [inputs[i] for i in operator.differentiable_arguments if inputs[i] is not None]
+        pairs = [(out, grad) for out, grad in zip(outputs, grads) if out.requires_grad and grad is not None]
+        found = iter(
+            torch.autograd.grad(
+                [out for out, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                create_graph=again,
+                allow_unused=True,
+            )
+            if pairs
+            else [None] * len(wanted)
+        )
+        return tuple(None if inputs[i] is None else next(found) for i in operator.differentiable_arguments)
+
+
+def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """One call for the batch where the signature says how.
+
+    Else the reference's operators, batched by PyTorch, or a call each of what has no derivative.
+    """
+    batched = {i: t for i, t in enumerate(args) if isinstance(t, Tensor)}
+    outs = [0] * len(operator.schema.returns)
+    patterns = {}
+    for argument, _ in operator.signature.tensors(args):
+        i = operator.names.index(argument.name)
+        if i in batched:
+            dims = batched[i].dim() - (in_dims[i] is not None)
+            patterns[i] = next((p for p in argument.patterns if p.pack or len(p.sizes) == dims), argument.patterns[0])
+    if operator.signature.elementwise:
+        moved = batch_first([in_dims[i] for i in batched], *batched.values())
+        if not operator.signature.broadcasts:
+            moved = list(torch.broadcast_tensors(*moved))
+        return _call_with(operator, args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)
+    for name in operator.declared.independent.split():
+        with_it = [i for i, pattern in patterns.items() if name in pattern.sizes]
+        if not all(i in with_it for i in batched if in_dims[i] is not None):
+            continue
+        size, merged = 0, {}
+        for i in with_it:
+            t, dim = args[i], in_dims[i]
+            at = patterns[i].sizes.index(name) - len(patterns[i].sizes)  # from the last dimension
+            t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            size = t.shape[at]
+            merged[i] = t.movedim(0, at - 1).flatten(t.dim() + at - 1, t.dim() + at)
+        found = _call_with(operator, args, merged)
+        found = (found,) if isinstance(found, Tensor) else found
+        split = []
+        for t, result in zip(found, operator.signature.results):
+            if name not in result.pattern.sizes:  # A sum over it: of the whole batch, not of its parts.
+                break
+            at = result.pattern.sizes.index(name) - len(result.pattern.sizes)
+            split.append(t.unflatten(at, (info.batch_size, size)).movedim(at - 1, 0))
+        if len(split) == len(outs):
+            return (split[0], 0) if len(outs) == 1 else (tuple(split), tuple(outs))
+    if operator.signature.dynamic_size:
+        fail(operator.name, "vmap needs results of one size, and its result has one that depends on values")
+    if operator.differentiable:
+        results = torch.func.vmap(operator.reference, tuple(in_dims), randomness=info.randomness)(*args)
+    else:  # Which may need values, as PyTorch's batching has none; no derivative is lost.
+        calls = [
+            operator.default(*(arg if dim is None else arg.select(dim, n) for arg, dim in zip(args, in_dims)))
+            for n in range(info.batch_size)
+        ]
+        results = torch.stack(calls) if len(outs) == 1 else tuple(map(torch.stack, zip(*calls)))
+    return results, outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _call_with(operator: Any, args: Sequence[Any], changed: dict[int, Tensor]) -> Any:
+    return operator.default(*(changed.get(i, arg) for i, arg in enumerate(args)))
+
+
+def is_dual(value: Any) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _within(backend: str | None, function: Callable) -> Callable:
+    if backend is None:
+        return function
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with _backends.use_backend(backend):
+            return function(*args)
+
+    return run
+
+
+def batch_first(in_dims: Sequence[int | None], *tensors: Tensor) -> list[Tensor]:
+    """For vmap: tensors whose batch is their first dimension and which broadcast as their elements do."""
+    first = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims)]
+    dims = max(t.dim() - (dim is not None) for t, dim in zip(first, in_dims))
+    return [
+        t if dim is None else t.reshape(t.shape[0], *(1,) * (dims + 1 - t.dim()), *t.shape[1:])
+        for t, dim in zip(first, in_dims)
+    ]
