@@ -1,4 +1,4 @@
-"""What the solver picks: machines that only exist here, against the recipe's own metadata. docs/install.md has the same table."""
+"""What the solver picks: machines that only exist here, against the metadata of the recipe. docs/install.md has the table."""
 
 import asyncio
 import json
