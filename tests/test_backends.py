@@ -72,7 +72,9 @@ def two() -> tuple[torch.Tensor, torch.Tensor]:
 class TestBackends:
     def test_every_operator_on_every_device(self):
         told = extension_cpp.backends("xpu")
-        told = {name: by_kind for name, by_kind in told.items() if not name.startswith("fault_")}  # Those of other tests.
+        told = {
+            name: by_kind for name, by_kind in told.items() if not name.startswith("fault_")
+        }  # Those of other tests.
         assert list(told) == sorted(extension_cpp.ops.__all__)
         for name, by_kind in told.items():
             assert by_kind["cpu"] == "native" and by_kind["xpu"] == "reference"

@@ -186,7 +186,7 @@ def test_architectures_are_audited(cuda):
 
 # Calls the function that words the error of a failed launch.
 ERRORS = """
-#include "launch.cuh"
+#include "common/launch.cuh"
 
 extern "C" __attribute__((visibility("default"))) const char* explain(int error) {
   static std::string text;

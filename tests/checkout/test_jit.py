@@ -191,7 +191,7 @@ def test_what_it_lacks(tmp_path, monkeypatch, source, variables, error, message)
 
 
 def test_the_installed_package_has_the_sources():
-    assert (jit.source_folder() / "check.h").exists()
+    assert (jit.source_folder() / "common" / "check.h").exists()
     assert Path(extension_cpp.__file__).parent.parent in jit.source_folder().parents
 
 
