@@ -27,8 +27,8 @@ def define(
 ) -> Contract:
     """An operator that doubles x, or is meant to, and what the contract is told of it.
 
-    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived; `public`: in that of
-    the public function.
+    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived;
+    `public`: in that of the public function.
     """
     LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
     for key in ("CPU", "CUDA"):

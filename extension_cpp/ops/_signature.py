@@ -20,6 +20,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 GROUPS = {"floating": FLOATING, "integer": INTEGER, "real": FLOATING + INTEGER}
 MAX_DIMS = 64
+SIZE = r"(\w+)(?:([-+*])(\w+))?"
 
 Sizes = dict[str, Any]
 """Dimensions and numbers by name; under "..." the leading dimensions."""
@@ -35,7 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def value(size: str, sizes: Sizes) -> Any:
     """Of "T", "T+1", "K*kernel_grad" or "4"."""
-    first, operation, second = re.fullmatch(r"(\w+)(?:([-+*])(\w+))?", size).groups()  # type: ignore[union-attr]
+    first, operation, second = re.fullmatch(SIZE, size).groups()  # type: ignore[union-attr]
     left, right = (int(n) if n is None or n.isdigit() else sizes[n] for n in (first, second or "0"))
     return left * int(right) if operation == "*" else left - right if operation == "-" else left + right
 
@@ -103,13 +104,16 @@ class Signature:
     @classmethod
     def read(cls, text: str, schema: Any) -> Signature:
         """Read the line that goes with a schema."""
-        before, _, after = text.partition("->")
+        op = schema.name.partition("::")[2]
+        before, arrow, after = text.partition("->")
+        if not arrow:
+            fail(op, "its signature must say its results, got no '->'")
         in_schema = {argument.name: argument for argument in schema.arguments}
         arguments = []
         for part in before.split(";"):
             match = re.fullmatch(r"\s*(\w+):(.*?)(?: as (\w+))?(?: of ([\w|]+))?(?: where (.*?))?\s*", part)
             if match is None or match[1] not in in_schema:
-                fail(schema.name, f"its signature must describe its tensors, got {part.strip()!r}")
+                fail(op, f"its signature must describe its tensors, got {part.strip()!r}")
             name, shapes, like, dtypes, condition = match.groups()
             known = in_schema[name]
             arguments.append(
@@ -117,7 +121,7 @@ class Signature:
                     name,
                     tuple(Pattern.read(shape.strip()) for shape in shapes.split("|")),
                     like or "",
-                    read_dtypes(dtypes or "floating"),
+                    read_dtypes(op, dtypes or "floating"),
                     condition or "",
                     bool(known.alias_info and known.alias_info.is_write),
                     "Optional" in str(known.type),
@@ -126,10 +130,45 @@ class Signature:
         results = []
         for part in re.split(r",(?![^(]*\))", after) if after.strip() else ():
             shape, like, dtype = re.fullmatch(r"(.*?)(?: as (\w+))?(?: of (\w+))?", part.strip()).groups()  # type: ignore[union-attr]
-            own = getattr(torch, dtype) if dtype else None
+            own = read_dtypes(op, dtype)[0] if dtype else None
             results.append(Result(Pattern.read(shape.strip()), like or arguments[0].name, own))
-        op = schema.name.partition("::")[2]
-        return cls(op, tuple(arguments), tuple(results), {name: i for i, name in enumerate(in_schema)})
+        signature = cls(op, tuple(arguments), tuple(results), {name: i for i, name in enumerate(in_schema)})
+        signature._check_itself(schema)
+        return signature
+
+    def _check_itself(self, schema: Any) -> None:
+        """Raises for a line that no call could be checked by."""
+        described: list[str] = []
+        bound = {name for name, argument in zip(self.positions, schema.arguments) if "Tensor" not in str(argument.type)}
+
+        def check(pattern: Pattern, like: str) -> None:
+            for name in (*pattern.broadcast, *[like] * bool(like)):
+                if name not in described:
+                    fail(self.op, f"its signature names no argument {name!r}")
+            for size in pattern.sizes:
+                if size != "?" and not re.fullmatch(SIZE, size):
+                    fail(self.op, f"its signature has no size {size!r}")
+
+        def check_bound(names: Sequence[str]) -> None:
+            for name in names:
+                if name not in bound:
+                    fail(self.op, f"its signature must say {name!r} of an argument")
+
+        for argument in self.arguments:
+            for pattern in argument.patterns:
+                check(pattern, argument.like)
+                bound |= set(pattern.names)
+            described.append(argument.name)
+            check_bound(re.findall(r"[A-Za-z_]\w*", argument.condition))
+        for result in self.results:
+            check(result.pattern, result.like)
+            check_bound(result.pattern.names)
+        for known in schema.arguments:
+            if "Tensor" in str(known.type) and known.name not in described:
+                fail(self.op, f"its signature must describe its tensors, got none of {known.name}")
+        if len(self.results) != len(schema.returns):
+            wanted = f"as many results as its schema, {len(schema.returns)}"
+            fail(self.op, f"its signature must have {wanted}, got {len(self.results)}")
 
     @property
     def broadcasts(self) -> bool:
@@ -158,7 +197,7 @@ class Signature:
         op = op or self.op
         sizes: Sizes = {name: args[at] for name, at in self.positions.items() if at < len(args)}
         given: dict[str, Tensor] = {}
-        first = None
+        first = ""
         for argument, t in self.tensors(args):
             if t is None and argument.optional:
                 continue
@@ -166,14 +205,15 @@ class Signature:
                 fail(op, f"{argument.name} must be a tensor, got None")
             if t.layout != torch.strided:
                 fail(op, f"{argument.name} must be a strided tensor, got {t.layout}")
-            first = first if given else argument.name
-            given[argument.name] = t
-            self._check_kind(op, argument, t, first or argument.name, given)
         pack_of = ""
         for argument, t in self.tensors(args):
-            if argument.name in given:
-                bound = self._check_shape(op, argument, t, given, sizes, pack_of)
-                pack_of = pack_of or bound
+            if t is None:
+                continue
+            first = first or argument.name
+            given[argument.name] = t
+            self._check_kind(op, argument, t, first, given)
+            bound = self._check_shape(op, argument, t, given, sizes, pack_of)
+            pack_of = pack_of or bound
         if self.broadcasts:
             for pattern in [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]:
                 if pattern.broadcast:
@@ -300,7 +340,10 @@ class Signature:
         return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
-def read_dtypes(text: str) -> tuple[torch.dtype, ...]:
+def read_dtypes(op: str, text: str) -> tuple[torch.dtype, ...]:
+    for part in text.split("|"):
+        if part not in GROUPS and not isinstance(getattr(torch, part, None), torch.dtype):
+            fail(op, f"its signature has no dtype {part!r}")
     return tuple(
         dtype for part in text.split("|") for dtype in (GROUPS[part] if part in GROUPS else (getattr(torch, part),))
     )
@@ -333,10 +376,49 @@ def empty_elementwise(*tensors: Tensor, dtype: torch.dtype) -> Tensor:
         type(first) is Tensor and first.is_contiguous() and expanded[0].shape == first.shape
     ):  # It decides alone, at once.
         return torch.empty(first.shape, dtype=dtype, device=first.device)
-    from torch._prims_common import compute_elementwise_output_strides
+    shape = expanded[0].shape
+    if is_symbolic(*tensors):
+        from torch._prims_common import compute_elementwise_output_strides
 
-    strides = compute_elementwise_output_strides(*expanded)
-    return torch.empty_strided(expanded[0].shape, strides, dtype=dtype, device=first.device)
+        strides = compute_elementwise_output_strides(*expanded)
+    else:
+        strides = elementwise_strides(shape, tensors)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
+
+
+def elementwise_strides(shape: torch.Size, tensors: Sequence[Tensor]) -> Sequence[int]:
+    """As csrc/common/loop.h has them. PyTorch's function for fake tensors takes dimensions of size 1 otherwise."""
+    given = []
+    for t in tensors:
+        missing = len(shape) - t.dim()
+        pairs = zip(t.shape, t.stride(), shape[missing:])
+        given.append([0] * missing + [0 if size == 1 and out != 1 else stride for size, stride, out in pairs])
+
+    def compare(x: int, y: int) -> int:
+        for strides in given:
+            if strides[x] == 0 or strides[y] == 0:
+                continue
+            if strides[x] != strides[y]:
+                return -1 if strides[x] < strides[y] else 1
+            if shape[x] > shape[y]:
+                return 1
+        return 0
+
+    order = list(reversed(range(len(shape))))
+    for k in range(1, len(shape)):
+        moving = k
+        for below in range(k - 1, -1, -1):
+            found = compare(order[below], order[moving])
+            if found < 0:
+                break
+            if found > 0:
+                order[below], order[moving] = order[moving], order[below]
+                moving = below
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return strides
 
 
 def is_symbolic(*tensors: Tensor) -> bool:
