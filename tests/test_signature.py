@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract import significant_strides
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -205,6 +205,7 @@ def test_calls_are_right_and_wrong(name):
     """What hypothesis draws from reaches both: else the test above would say nothing."""
     said = set()
 
+    @settings(max_examples=60)
     @given(data=st.data())
     def draw(data):
         said.add(bool(agree(name, data.draw(calls(name)))))
