@@ -503,7 +503,7 @@ class Contract:
                     inner = of_tensors(function, args, chosen)
                     compare(torch.func.jvp(inner, primals, tangents), want, f"jvp in {chosen} on {describe(args)}")
                     compare(by_dual_tensors(inner, primals, tangents), want, f"dual {chosen} on {describe(args)}")
-        if op.differentiable:
+        if op.differentiable and not op.dynamic_size:  # What follows is batched.
             args = self.smallest(samples)
             at = self.positions(args)
             primals = tuple(args[i] for i in at)
@@ -559,6 +559,8 @@ class Contract:
                 compare(torch.func.vjp(inner, *primals)[1](seeds), want, f"vjp on {describe(args)}")
                 got = torch.func.grad(summed(inner), every)(*primals)
                 compare(got, gradient, f"grad on {describe(args)}")
+        if op.dynamic_size:  # What follows is batched.
+            return
         args = self.smallest(samples)
         at = self.positions(args)
         primals, every = tuple(args[i] for i in at), tuple(range(len(at)))
@@ -600,7 +602,7 @@ class Contract:
             try:
                 got = torch.vmap(lambda *ts: results(function, *ts), in_dims)(*map_tensors(clone, given))
             except RuntimeError as error:
-                if op.differentiable:
+                if op.differentiable and not op.dynamic_size:
                     raise
                 assert re.match(rf"{op.name}: .*\bvmap\b", str(error)), f"{what}: {error}"
             else:

@@ -1,13 +1,9 @@
 """Signatures: C++ and Python read the same line, accept the same arguments, and refuse others in the same words."""
 
-import importlib
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from contract import Contract, significant_strides
-from hypothesis import given
+from contract import significant_strides
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -209,6 +205,7 @@ def test_calls_are_right_and_wrong(name):
     """What hypothesis draws from reaches both: else the test above would say nothing."""
     said = set()
 
+    @settings(max_examples=60)
     @given(data=st.data())
     def draw(data):
         said.add(bool(agree(name, data.draw(calls(name)))))
@@ -262,19 +259,3 @@ def test_elementwise_strides():
     ):
         made = empty_elementwise(a, b, dtype=torch.float32)
         assert made.stride() == (a * b).stride()
-
-
-def test_every_operator_has_a_contract():
-    """A registered operator that no test module names would be tested by nothing."""
-    here = Path(__file__).parent
-    tested = set()
-    for path in here.glob("test_*.py"):
-        if path.name == "test_contract.py" or not re.search(r"^class \w+\(Contract\)", path.read_text(), re.MULTILINE):
-            continue
-        module = importlib.import_module(path.stem)
-        tested |= {
-            member.op.name
-            for member in vars(module).values()
-            if isinstance(member, type) and issubclass(member, Contract) and member is not Contract
-        }
-    assert sorted(OPERATORS) == sorted(tested & {*OPERATORS})

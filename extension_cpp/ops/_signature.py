@@ -386,7 +386,7 @@ def empty_elementwise(*tensors: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
 
 
-def elementwise_strides(shape: torch.Size, tensors: Sequence[Tensor]) -> Sequence[int]:
+def elementwise_strides(shape: torch.Size, tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """As csrc/common/loop.h has them. PyTorch's function for fake tensors takes dimensions of size 1 otherwise."""
     given = []
     for t in tensors:
@@ -418,7 +418,7 @@ def elementwise_strides(shape: torch.Size, tensors: Sequence[Tensor]) -> Sequenc
     for d in order:
         strides[d] = step
         step *= max(shape[d], 1)
-    return strides
+    return tuple(strides)
 
 
 def is_symbolic(*tensors: Tensor) -> bool:

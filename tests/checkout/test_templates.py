@@ -1,5 +1,6 @@
 """`make new-distribution`, `make op` and `make op-remove`: what they write passes every test, and leaves no trace."""
 
+import dis
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import torch
 from clones import ROOT, clone, commit, environment, git
 
+import extension_cpp
+from extension_cpp.ops import _backends
 from templates import distribution as made_by
 from templates import op
 
@@ -330,3 +333,49 @@ def test_make_passes_them_on():
         done = subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True, text=True)
         assert wanted in done.stdout
     assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 5
+
+
+def instructions(function) -> list[str]:
+    return [instruction.opname for instruction in dis.get_instructions(function)]
+
+
+@pytest.fixture
+def library():
+    with torch.library._scoped_library("extension_cpp", "FRAGMENT") as library:
+        before = dict(_backends.operators)
+        yield library
+        _backends.operators.clear()
+        _backends.operators.update(before)
+
+
+def declared(library, shape: str):
+    """The public function of an operator as `make op` writes it, declared without its kernels."""
+    name = f"called_{shape.replace('-', '_')}"
+    files = op.render(name, "cpp", shape)
+    sources = "".join(text for path, text in files.items() if path.parent.name == "csrc")
+    schema = re.search(rf'"{name}(\(.*?)"', sources)[1]
+    library.define(f"{name}{schema}")
+    library.define(f"{name}.kernel{schema}")
+    source = next(text for path, text in files.items() if path.parent.name == "ops")
+    made: dict = {"__name__": f"extension_cpp.ops.{name}"}
+    exec(compile(source, f"{name}.py", "exec", dont_inherit=True), made)
+    return made[name]
+
+
+@pytest.mark.parametrize("shape", op.SHAPES)
+def test_a_call_takes_no_more_than_of_our_own(library, shape):
+    """The instructions from a call to the dispatcher are those of our own operators, but for the number of arguments."""
+    if _backends.chosen:
+        pytest.skip("calls take the slower way where the environment chooses a backend")
+    ours = extension_cpp
+    length = {function: len(instructions(function)) for function in (ours.add_one, ours.my_op, ours.mymul)}
+    number, tensor = length[ours.my_op] - length[ours.add_one], length[ours.mymul] - length[ours.add_one]
+    assert number > 0 and tensor > 0
+    assert len(instructions(ours.mymuladd)) == length[ours.mymul] + number
+    made = declared(library, shape)
+    if shape == "in-place":  # Of one tensor and a number, where myadd_out has three tensors.
+        assert len(instructions(made)) == len(instructions(ours.myadd_out)) - 2 * tensor + number
+    elif shape == "optional":  # Whether it is None is asked before its type and again before its gradient.
+        assert 0 < len(instructions(made)) - length[ours.my_op] <= 2 * tensor
+    else:
+        assert instructions(made) == instructions(ours.my_op)
