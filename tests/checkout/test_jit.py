@@ -88,13 +88,13 @@ def test_a_checkout_that_was_not_compiled(sources, cache):
     assert "ImportError: extension_cpp could not" in python("from extension_cpp import mymul", cache, sources).stderr
     first = python(LOAD, cache, sources, **QUICK)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert {"muladd.cpp", "_C.so"} == set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
+    assert {"muladd.cpp", "signature.cpp", "_C.so"} == set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
     second = python(LOAD, cache, sources, **QUICK)
     assert second.stderr == "" and second.stdout == first.stdout
     # A load from the cache is quick: it imports no compiler of PyTorch, and starts nothing but ninja, which has no work.
     _, errors, *started = second.stdout.splitlines()
     assert errors == "{}" and len(started) <= 3 and {Path(name).name for name in started} <= {"ninja", "uname"}
-    with (sources / "csrc" / "muladd.h").open("a") as file:
+    with (sources / "csrc" / "muladd.cpp").open("a") as file:
         file.write("// more\n")
     again = python(LOAD, cache, sources, **QUICK)
     assert re.findall(r"compiled (\S+),", again.stderr) == ["muladd.cpp", "_C.so"]

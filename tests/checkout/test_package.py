@@ -226,7 +226,8 @@ class TestPackage:
 
     def test_path_with_spaces(self, packages, tmp_path):
         """A checkout of one family, from the build to the call."""
-        checkout = lean(tmp_path / "a check out", "add_one")
+        family = min(ROOT.glob("extension_cpp/ops/[!_]*.py")).stem
+        checkout = lean(tmp_path / "a check out", family)
         for file in checkout.glob("tests/test_*.py"):
             if file.name != "test_libraries.py":
                 file.unlink()
