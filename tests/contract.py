@@ -5,8 +5,8 @@ A test module names its operator and gives samples, and inherits the checks:
     class TestMyOp(Contract):
         op = Case(extension_cpp.my_op, samples)
 
-What else the checks need comes from the operator's declaration (extension_cpp/ops/_operator.py). Each of them can be shown
-to fail: test_contract.py runs them on operators that are broken on purpose.
+What else the checks need comes from the operator's declaration (extension_cpp/ops/_operator.py). Each of them can be
+shown to fail: test_contract.py runs them on operators that are broken on purpose.
 """
 
 from __future__ import annotations
@@ -622,7 +622,7 @@ class Contract:
     def test_autocast(self, device):
         """As the same call of arguments that are cast by the declared policy; gradients in the dtype of each leaf."""
         op = self.op
-        policy, low = op.operator.autocast, torch.bfloat16
+        policy, low = op.operator.declared.autocast, torch.bfloat16
         if not {low, torch.float32} <= {*op.dtypes}:
             return
         for args in self.small_samples(device, torch.float32)[:4]:

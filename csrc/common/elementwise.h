@@ -1,11 +1,12 @@
 // Elementwise operators: a formula of scalars is all that an author writes.
 //
-//   struct MulAdd {
-//     double c;
+//   struct Lerp {
+//     double weight;
 //     template <class V>
-//     EXTENSION_CPP_INLINE V operator()(V a, V b) const { return fused_multiply_add(a, b, static_cast<V>(c)); }
+//     EXTENSION_CPP_INLINE V operator()(V a, V b) const { return fused_multiply_add(b - a, static_cast<V>(weight), a);
+//     }
 //   };
-//   Tensor mymuladd(const Tensor& a, const Tensor& b, double c) { return elementwise(kMyMulAdd, MulAdd{c}, a, b); }
+//   Tensor lerp(const Tensor& a, const Tensor& b, double weight) { return elementwise(kLerp, Lerp{weight}, a, b); }
 //
 // V is float for float16, bfloat16 and float32, and double for float64. Shapes broadcast, strides are any. The same
 // file is compiled for the CPU and, included in a .cu file, for CUDA.

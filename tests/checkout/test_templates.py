@@ -266,9 +266,10 @@ for name in {[name for name, (kind, _) in OPERATORS.items() if kind == "cpp"]}: 
             ("lambda", "not be a word of Python, got 'lambda': try NAME=my_lambda"),
             ("scale", "not be taken, as by benchmarks/bench_scale.py, got 'scale': try NAME=my_scale"),
             ("contract", "not be taken, as by tests/test_contract.py, got 'contract': try NAME=my_contract"),
-            ("report", "not be taken, as by tests/checkout/test_report.py, got 'report': try NAME=my_report"),
+            ("report", f"not be taken, as by {NAME}/doctor/report.py, got 'report': try NAME=my_report"),
             ("triton", f"not be taken, as by {NAME}/triton, got 'triton': try NAME=my_triton"),
-            ("torch", "not be taken, as by another name in the code, got 'torch': try NAME=my_torch"),
+            ("random", "not be taken, as by another name in the code, got 'random': try NAME=my_random"),
+            ("double", "not be a word of C++, got 'double': try NAME=my_double"),
             ("input", "not be taken, as by another name in the code, got 'input': try NAME=my_input"),
         ],
     )
