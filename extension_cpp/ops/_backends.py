@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -94,6 +94,10 @@ def device_type(args: Iterable[Any]) -> str:
     return next((arg.device.type for arg in args if isinstance(arg, Tensor)), "")
 
 
+def fail(op: str, message: str) -> NoReturn:
+    raise RuntimeError(f"{op}: {message}")
+
+
 def require(name: str, backend: str, args: Iterable[Any]) -> None:
     """Raise unless the operator has that backend where the arguments are."""
     device = device_type(args)
@@ -103,7 +107,7 @@ def require(name: str, backend: str, args: Iterable[Any]) -> None:
         if backend == "triton" and operators[name].triton:
             reason = why_no_triton()
         wanted = f"backend must be {' or '.join(found)} on {device}, got {backend}"
-        raise RuntimeError(f"{name}: {wanted}{f': {reason}' if reason else ''}")
+        fail(name, f"{wanted}{f': {reason}' if reason else ''}")
 
 
 def add(operator: Any) -> None:

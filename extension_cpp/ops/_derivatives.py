@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from extension_cpp.ops import _backends
-from extension_cpp.ops._signature import fail
+from extension_cpp.ops._backends import fail
 
 
 def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _derivatives, _signature
-from extension_cpp.ops._signature import Signature, fail
+from extension_cpp.ops import _backends, _derivatives
+from extension_cpp.ops._backends import fail
+
+if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
+    from extension_cpp.ops._signature import Signature
 
 NAMESPACE = "extension_cpp"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,6 +139,8 @@ class Operator:
 
     @cached_property
     def signature(self) -> Signature:
+        from extension_cpp.ops._signature import Signature
+
         if self.declared.signature:
             return Signature.read(self.declared.signature, self.schema)
         for library in _loader.libraries.values():
@@ -396,6 +401,8 @@ class Operator:
         from torch._subclasses.fake_tensor import FakeTensor
         from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
+        from extension_cpp.ops._signature import is_symbolic
+
         known = {Tensor, FunctionalTensor, FakeTensor}
 
         def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -405,9 +412,7 @@ class Operator:
 
             used = overload is not self.default or _backends.used(self.name, _backends.device_type(args)) == "triton"
             symbolic = any(
-                _signature.is_symbolic(arg)
-                if isinstance(arg, Tensor)
-                else isinstance(arg, torch.SymInt | torch.SymFloat)
+                is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
                 for arg in args
             )
             if not used or symbolic or custom_triton_ops_decomposition_disabled() or not {*types} <= known:

@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from extension_cpp.ops._backends import fail
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -24,10 +26,6 @@ SIZE = r"(\w+)(?:([-+*])(\w+))?"
 
 Sizes = dict[str, Any]
 """Dimensions and numbers by name; under "..." the leading dimensions."""
-
-
-def fail(op: str, message: str) -> NoReturn:
-    raise RuntimeError(f"{op}: {message}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

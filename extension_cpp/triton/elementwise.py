@@ -14,6 +14,7 @@ dimensions once those that lie behind one another in every operand are merged. O
 
 import linecache
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class Kernel:
     """The kernel of a formula, and what was chosen for it."""
 
     def __init__(self, name: str, formula: Any, tensors: list[str], numbers: list[str], results: int) -> None:
-        self.tensors, self.numbers, self.results = tensors, numbers, results
+        self.results = results
+        self.inputs_at: list[int] = []
+        self.numbers_at: list[int] = []
         halves = [f"{number}_{half}" for number in numbers for half in ("high", "low")]
         parameters = [f"out{i}" for i in range(results)] + tensors + halves + ["n30", "rest", "size0", "size1"]
         parameters += [f"{tensor}_stride{d}" for tensor in tensors for d in range(MAX_DIMS)]
@@ -151,7 +154,7 @@ def bits_of(value: float) -> tuple[int, int]:
     return halves(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def fold(out: Tensor, inputs: tuple[Tensor, ...]) -> list[tuple[int, list[int]]]:
+def fold(out: Tensor, inputs: Sequence[Tensor]) -> list[tuple[int, list[int]]]:
     """Sizes and the inputs' strides, innermost first in the order of `out`, which is dense; at least one dimension."""
     dims: list[tuple[int, list[int]]] = []
     for d in sorted((d for d in range(out.dim()) if out.shape[d] != 1), key=out.stride):
@@ -172,30 +175,34 @@ class elementwise:
         self.kernels: list[Kernel] = []
 
     def prepare(self) -> None:
-        operator = _backends.operators[self.name]
-        self.operator, self.positions = operator, {name: i for i, name in enumerate(operator.names)}
+        operator = self.operator = _backends.operators[self.name]
+        at = {name: i for i, name in enumerate(operator.names)}
         kernels = []
         for formula in sorted(self.formulas, key=lambda formula: -len(formula.arg_names)):
-            tensors = [name for name in formula.arg_names if self.positions[name] in operator.tensors]
+            tensors = [name for name in formula.arg_names if at[name] in operator.tensors]
             numbers = [name for name in formula.arg_names if name not in tensors]
-            kernels.append(Kernel(formula.fn.__name__, formula, tensors, numbers, len(operator.schema.returns) or 1))
+            kernel = Kernel(formula.fn.__name__, formula, tensors, numbers, len(operator.schema.returns) or 1)
+            kernel.inputs_at, kernel.numbers_at = [at[name] for name in tensors], [at[name] for name in numbers]
+            kernels.append(kernel)
         self.kernels = kernels
 
     def __call__(self, *args: Any) -> Any:
         if not self.kernels:
             self.prepare()
-        args = self.operator.all_arguments(args)
-        at = self.positions
-        fitting = (k for k in self.kernels if all(args[at[name]] is not None for name in k.tensors))
-        kernel = next(fitting, None)
-        if kernel is None:  # Which says what is missing.
-            return self.operator.fake(*args)
-        inputs = tuple(args[at[name]] for name in kernel.tensors)
-        numbers = [half for name in kernel.numbers for half in bits_of(args[at[name]])]
-        written = self.operator.written
+        operator = self.operator
+        if len(args) < len(operator.names):
+            args = operator.all_arguments(args)
+        for kernel in self.kernels:
+            inputs = [args[i] for i in kernel.inputs_at]
+            if not any(t is None for t in inputs):
+                break
+        else:
+            return operator.fake(*args)  # Which says what is missing.
+        numbers = [half for i in kernel.numbers_at for half in bits_of(args[i])]
+        written = operator.written
         if kernel.results == 1 and not written and (out := plain(*inputs)) is not None:
             return launch_plain(kernel, out, inputs, *numbers)
-        outs = self.operator.fake(*args)
+        outs = operator.fake(*args)
         if written:  # Not into it itself: autotuning runs a kernel more than once.
             outs = _signature.empty_elementwise(*inputs, dtype=inputs[0].dtype)
         results = launch(kernel, (outs,) if isinstance(outs, Tensor) else outs, inputs, *numbers)
@@ -221,7 +228,7 @@ def plain(*inputs: Tensor) -> Tensor | None:
     return torch.empty(shape, dtype=dtype, device=device) if dtype in _signature.FLOATING and len(shape) <= 64 else None
 
 
-def launch_plain(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbers: int) -> Tensor:
+def launch_plain(kernel: Kernel, out: Tensor, inputs: Sequence[Tensor], *numbers: int) -> Tensor:
     """:func:`launch` for what :func:`plain` made."""
     n = out.numel()
     if n:
@@ -231,7 +238,7 @@ def launch_plain(kernel: Kernel, out: Tensor, inputs: tuple[Tensor, ...], *numbe
     return out
 
 
-def launch(kernel: Kernel, outs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], *numbers: int) -> tuple[Tensor, ...]:
+def launch(kernel: Kernel, outs: tuple[Tensor, ...], inputs: Sequence[Tensor], *numbers: int) -> tuple[Tensor, ...]:
     """kernel(*outs, *inputs, *numbers, n, sizes, strides of each input), a program a block of the results."""
     out = outs[0]
     n = out.numel()
