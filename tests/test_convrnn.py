@@ -403,6 +403,7 @@ class TestModule:
             with pytest.raises(RuntimeError, match=message):
                 layer(*(torch.zeros(shape, device=device) for shape in args))
 
+    @pytest.mark.slow
     def test_compiled(self, device):
         torch._dynamo.reset()
         layer = extension_cpp.nn.ConvRNN(3, device=device)

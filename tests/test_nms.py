@@ -332,6 +332,7 @@ class TestAgainstTorchvision:
         assert torch.equal(got, torchvision.ops.batched_nms(boxes, scores, idxs, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_in_a_compiled_function(device):
