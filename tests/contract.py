@@ -12,6 +12,7 @@ shown to fail: test_contract.py runs them on operators that are broken on purpos
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -375,6 +376,21 @@ class Contract:
                 if isinstance(arg, Tensor):
                     alone = tuple(a.detach() if isinstance(a, Tensor) and k != i else a for k, a in enumerate(args))
                     assert torch.autograd.gradcheck(self.op.function, alone)
+
+    def test_keeps_what_the_formula_names(self, device):
+        """No argument lives on for its derivative but those that the declared formula takes."""
+        operator = self.op.operator
+        if not self.op.differentiable or operator.backward is None:
+            return
+        code = operator.backward.__code__
+        for args in self.differentiable_samples(device, torch.float64):
+            made = map_tensors(lambda t: t * 1, args)
+            results = self.op.function(*made)
+            left = {name: weakref.ref(t) for name, t in zip(operator.names, made) if isinstance(t, Tensor)}
+            del made
+            gone = {name for name, alive in left.items() if alive() is None}
+            assert gone == {*left} - {*code.co_varnames[: code.co_argcount]}, f"{results} keeps {set(left) - gone}"
+            break
 
     def test_gradients_of_reference(self, device, dtype):
         """The reference's gradients, in every dtype, for a gradient that is not contiguous."""

@@ -141,6 +141,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
     wanted = code.co_varnames[results : code.co_argcount] if code else operator.names
     # What the formula takes after the gradients: from what is saved, from the arguments, or what is needed.
     kept: list[tuple[str, int, int | None]] = []  # "argument" or "result", its position, and which gradient it is for
+    numbers: list[int] = []  # Positions of the others: the context holds no tensor but what it saves.
     takes: list[tuple[str, int]] = []
     for name in wanted:
         if name == "needs":
@@ -153,11 +154,11 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
             other = operator.declared.saved_for.get(name)
             kept.append(("argument", positions[name], None if other is None else positions[other]))
         else:
-            takes.append(("number", positions[name]))
+            takes.append(("number", len(numbers)))
+            numbers.append(positions[name])
     formula = _within(backend, operator.backward or partial(_derivative_of_reference, operator))
     gradients = operator.differentiable_arguments if operator.differentiable else []
     broadcasts, count = operator.signature.broadcasts, len(operator.names)
-    numbers = any(source == "number" for source, _ in takes)
 
     class Derivative(torch.autograd.Function):
         @staticmethod
@@ -174,19 +175,19 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
                 ctx.mark_non_differentiable(*outputs)
                 return
             needs = ctx.needs_input_grad
-            ctx.save_for_backward(
-                *(
-                    (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
-                    for source, at, other in kept
+            if kept:
+                ctx.save_for_backward(
+                    *(
+                        (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
+                        for source, at, other in kept
+                    )
                 )
-            )
             ctx.shapes = [None if inputs[i] is None else inputs[i].shape for i in gradients]
-            if numbers:
-                ctx.numbers = inputs
+            ctx.numbers = [inputs[at] for at in numbers]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+            saved, needs = ctx.saved_tensors if kept else (), ctx.needs_input_grad
             given = [
                 saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs
                 for source, at in takes
