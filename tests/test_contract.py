@@ -1,10 +1,15 @@
 """The contract has teeth: operators that are broken on purpose fail the very check that is there for them."""
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from contract import DEVICES, Case, Contract
 from torch import Tensor
 
+from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import _implement, operator
 
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
@@ -315,3 +320,24 @@ def test_wrong_reference_is_caught(device):
     contract = define(f"fault_reference_{device}", double, reference=lambda x: x * 2.001)
     with pytest.raises(AssertionError):
         contract.test_parity(device, torch.float32)
+
+
+def test_every_operator_has_a_contract():
+    """A registered operator that no test module names would be tested by nothing."""
+    here = Path(__file__).parent
+    ours = {
+        name
+        for name, operator in _backends.operators.items()
+        if operator.reference.__module__.startswith("extension_cpp.ops.")
+    }
+    tested = set()
+    for path in here.glob("test_*.py"):
+        if path.name == "test_contract.py" or not re.search(r"^class \w+\(Contract\)", path.read_text(), re.MULTILINE):
+            continue
+        module = importlib.import_module(path.stem)
+        tested |= {
+            member.op.name
+            for member in vars(module).values()
+            if isinstance(member, type) and issubclass(member, Contract) and member is not Contract
+        }
+    assert sorted(ours) == sorted(tested & ours)
