@@ -268,7 +268,7 @@ for name in {[name for name, (kind, _) in OPERATORS.items() if kind == "cpp"]}: 
             ("contract", "not be taken, as by tests/test_contract.py, got 'contract': try NAME=my_contract"),
             ("report", f"not be taken, as by {NAME}/doctor/report.py, got 'report': try NAME=my_report"),
             ("triton", f"not be taken, as by {NAME}/triton, got 'triton': try NAME=my_triton"),
-            ("random", "not be taken, as by another name in the code, got 'random': try NAME=my_random"),
+            ("grad", "not be taken, as by another name in the code, got 'grad': try NAME=my_grad"),
             ("double", "not be a word of C++, got 'double': try NAME=my_double"),
             ("input", "not be taken, as by another name in the code, got 'input': try NAME=my_input"),
         ],
