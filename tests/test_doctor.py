@@ -15,7 +15,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -310,14 +309,14 @@ def hostile_library(what: str) -> bytes:
     ],
 )
 def test_damaged_inside(environment, what):
-    """It is found, or what can be read is; within seconds, of which the doctor's other work takes two."""
+    """It is found, or what can be read is; in seconds of a CPU, however busy that is."""
     library = environment.package / "_C_cuda.so"
     library.unlink(missing_ok=True)
     library.write_bytes(hostile_library(what))
     environment.torch_to_look_at()
-    start = time.monotonic()
+    before = sum(os.times()[2:4])  # Of the processes that this one has started.
     found = environment.doctor()
-    assert time.monotonic() - start < 8
+    assert sum(os.times()[2:4]) - before < 20
     if what != "names without an end":
         assert list(found) == ["torch-fails", "damaged"]
         assert f"{library}: its symbols can't be read: " in found["damaged"]["how"]
@@ -330,9 +329,7 @@ def test_not_a_file(environment, library):
     (environment.package / library).unlink(missing_ok=True)
     os.mkfifo(environment.package / library)
     environment.own_torch(cuda="'13.0'")
-    start = time.monotonic()
     found = environment.doctor()
-    assert "damaged" in found and time.monotonic() - start < 60
     assert found["damaged"]["how"] == f"{environment.package / library}: it is not a regular file"
 
 
