@@ -549,12 +549,12 @@ def test_wheel(environment, tmp_path):
         shutil.rmtree(folder)
     done = environment.python("-m", "pip", "install", "--no-index", "--no-deps", str(wheel))
     assert done.returncode == 0, done.stderr
-    (environment.package / "ops" / "_check.py").write_text("")
+    os.truncate(environment.package / "ops" / "_signature.py", 0)
     (environment.package / "_C.abi3.so").unlink()
     environment.torch_to_look_at()
     found = environment.doctor()
     assert list(found) == ["torch-fails", "no-library", "altered"]
-    how = f"_C.abi3.so is gone, _check.py was changed in {environment.package}, by the hashes of its wheel record"
+    how = f"_C.abi3.so is gone, _signature.py was changed in {environment.package}, by the hashes of its wheel record"
     assert found["altered"]["how"] == how
     text = f"wheel: 0.1.0, installed by pip from {wheel.as_uri()}"
     assert environment.said["facts"]["origin"]["text"] == text

@@ -15,7 +15,7 @@ import torch
 from clones import ROOT, clone, commit, environment, git
 
 import extension_cpp
-from extension_cpp.ops import _backends
+from extension_cpp.ops import _backends, _operator
 from templates import distribution as made_by
 from templates import op
 
@@ -341,9 +341,10 @@ def instructions(function) -> list[str]:
 
 
 @pytest.fixture
-def library():
+def library(monkeypatch):
     with torch.library._scoped_library("extension_cpp", "FRAGMENT") as library:
         before = dict(_backends.operators)
+        monkeypatch.setattr(_operator, "_library", library)  # No kernel stays in the process that later tests share.
         yield library
         _backends.operators.clear()
         _backends.operators.update(before)
