@@ -320,7 +320,9 @@ def test_make_test_reports_lint_and_tests(tmp_path, failing):
         (scripts / name).write_text(f'#!/bin/sh\necho "ran $*"\ncase "$*" in *{failing}*) exit 1;; esac\n')
         (scripts / name).chmod(0o755)
     (tmp_path / ".venv" / ".ready").touch()
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # These tests run in one.
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # These tests run in one.
     done = subprocess.run(["make", "test"], cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert (done.returncode == 0) == (failing == "nothing")
     assert re.match(r"make test: compiles, lints and tests; usually \w+ minutes", done.stdout), done.stdout
