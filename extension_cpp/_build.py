@@ -16,7 +16,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 
 # Every GPU of 9.0 runs 9.0a, which has Hopper's own instructions.
@@ -152,8 +152,26 @@ def write_ninja(
         file.write_text(text)
 
 
+def readable(lines: Iterable[str]) -> Iterator[str]:
+    """Of ninja's lines the steps that succeeded and what the compilers say: not the command of a step that failed."""
+    step = ""  # Held back: only the next line tells whether it failed.
+    lines = iter(lines)
+    for line in lines:
+        if line.startswith("FAILED: "):
+            step = ""
+            next(lines, "")  # The command.
+            continue
+        if step:
+            yield step
+        step = line if re.match(r"\[\d+/\d+\] ", line) else ""
+        if not step and not line.startswith("ninja: build stopped"):
+            yield line
+    if step:
+        yield step
+
+
 def run_ninja(file: Path, folder: Path) -> Generator[str]:
-    """Compile what has changed; yield the lines that ninja and the compilers print. Raises BuildError if they fail."""
+    """Compile what has changed; yield what :func:`readable` leaves of ninja's lines. Raises BuildError if a step fails."""
     # Ninja's default is two more than there are cores, and nvcc uses two threads.
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     command = ["ninja", "-j", jobs, "-f", str(file)]
@@ -163,6 +181,6 @@ def run_ninja(file: Path, folder: Path) -> Generator[str]:
         raise BuildError("the build needs ninja: pip install ninja") from None
     with ninja:
         assert ninja.stdout
-        yield from ninja.stdout
+        yield from readable(ninja.stdout)
     if ninja.returncode:
         raise BuildError("the compilation failed; the compiler's own message is above")

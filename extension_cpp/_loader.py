@@ -6,9 +6,11 @@ initializes no device and never fails because a device is missing: without its C
 operators on CUDA tensors run in Triton or their PyTorch reference.
 """
 
+import ctypes
 import importlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,15 @@ def load(compile_package: Callable[[], dict[str, str]]) -> None:
     if just_in_time:
         load_errors.update(compile_package())
         return
+    load_installed(torch)
+    for library in libraries.values():
+        if wrong := registration_errors(library):
+            raise ImportError(
+                f"{library.name} could not register its operators; correct the source and make build\n{wrong}"
+            )
+
+
+def load_installed(torch) -> None:
     try:
         for library in FOLDER.glob("_C.*"):
             check_complete(library)
@@ -87,6 +98,25 @@ def check_complete(library: Path) -> None:
     if damage := _elf.damage(library):
         how = "conda install --force-reinstall extension_cpp, or pip install --force-reinstall"
         raise ImportError(f"{library} is damaged, {damage}: {how}")
+
+
+def registration_errors(library: Path) -> str:
+    """What was wrong with the operators of a library that is loaded, a line for each file; empty if they are registered."""
+    import torch
+
+    ask = getattr(ctypes.CDLL(str(library)), "extension_cpp_registration_errors", None)
+    if ask is None:  # A checkout's, from before its sources had it.
+        return ""
+    ask.restype = ctypes.c_char_p
+
+    def reason(refused: re.Match) -> str:
+        try:
+            torch._C.parse_schema(refused[1])
+        except RuntimeError as error:
+            return f"{refused[0]}\n{str(error).strip()}"
+        return f"{refused[0]}: an operator of this name is registered already"
+
+    return re.sub(r"PyTorch refuses the schema (.*)", reason, ask().decode().strip())
 
 
 def check_driver(library: Path) -> None:

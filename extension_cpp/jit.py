@@ -6,6 +6,7 @@ CUDA. Compiled libraries are kept in a cache, so that the next process only load
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 import json
@@ -44,7 +45,9 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
     ``DEBUG``, ``MAX_JOBS``, ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` mean what they mean for ``pip install .``.
 
     Raises:
-        BuildError: if a compiler or ninja is missing, or with the compiler's message if it finds an error.
+        BuildError: if a compiler or ninja is missing; with the compiler's message if it finds an error; if a source uses
+            what none defines, registers an operator with a schema or signature that can't be read, or a kernel for an
+            operator that no library has.
         RuntimeError: if the operators are registered already; a process can register them once.
 
     Example:
@@ -59,8 +62,7 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
                 raise ValueError(f"extension_cpp.jit.load: sources must be .cpp and .cu files, got {path}")
             if not path.is_file():
                 raise FileNotFoundError(f"extension_cpp.jit.load: there is no file {path}")
-        for library in compile_libraries(paths, name or paths[0].stem):
-            load_once(library)
+        load_all(compile_libraries(paths, name or paths[0].stem))
         return
     if _loader.libraries:
         raise RuntimeError(
@@ -78,9 +80,9 @@ def load_package() -> dict[str, str]:
     folder = source_folder()
     # module.cpp only makes a Python module of _C.
     sources = [path for path in (*folder.glob("*.cpp"), *folder.glob("*.cu")) if path.name != "module.cpp"]
-    for library in compile_libraries(sorted(sources), "_C"):
-        load_once(library)
-        _loader.libraries[library.stem] = library
+    libraries = compile_libraries(sorted(sources), "_C")
+    load_all(libraries)
+    _loader.libraries.update({library.stem: library for library in libraries})
     import torch
 
     if torch.version.cuda and "_C_cuda" not in _loader.libraries:
@@ -97,16 +99,55 @@ def source_folder() -> Path:
     return folder
 
 
+def load_all(libraries: list[Path]) -> None:
+    """Load libraries and raise BuildError for what PyTorch accepts and no call could reach: kernels without an operator."""
+    import torch
+
+    before = {*torch._C._dispatch_find_dangling_impls()}
+    for library in libraries:
+        load_once(library)
+    if wrong := "\n".join(filter(None, map(_loader.registration_errors, libraries))):
+        raise BuildError(f"extension_cpp.jit.load: correct the source and start Python again\n{wrong}")
+    lost = "".join(impl for impl in torch._C._dispatch_find_dangling_impls() if impl not in before)
+    if lost:
+        names = {name.removesuffix(".kernel"): None for name in re.findall(r"^name: (\S+)", lost, flags=re.MULTILINE)}
+        files = dict.fromkeys(re.findall(r"registered at (.*?):\d+", lost))
+        raise BuildError(
+            f"extension_cpp.jit.load: {', '.join(files)} registers kernels for {', '.join(names)}, and no library has a "
+            "schema of that name; correct the name, or load the source with the schema first"
+        )
+
+
 def load_once(library: Path) -> None:
     import torch
 
     content = hashlib.sha256(library.read_bytes()).digest()
-    if _loaded.setdefault(library, content) != content:
+    if _loaded.get(library, content) != content:
         raise RuntimeError(
             f"extension_cpp.jit.load: {library.name} was loaded and has been compiled again since, and a process can "
             "register operators once; start Python again"
         )
-    torch.ops.load_library(library)
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise BuildError(f"extension_cpp.jit.load: {unresolved(library, str(error.__cause__ or error))}") from None
+    _loaded[library] = content
+
+
+def unresolved(library: Path, error: str) -> str:
+    """Why a library can't be loaded; of a symbol that none of its sources defines, its name in C++ and who uses it."""
+    match = re.search(r"undefined symbol: (\w+)", error)
+    if not match:
+        return error
+    objects = library.parent.glob("*.cu.o" if library.stem.endswith("_cuda") else "*.cpp.o")
+    users = " and ".join(sorted(path.stem for path in objects if match[1].encode() in path.read_bytes()))
+    demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    demangle.restype = ctypes.c_char_p
+    name = (demangle(match[1].encode(), None, None, None) or match[1].encode()).decode()
+    return (
+        f"{users} uses {name}, which no source of {library.name} defines (undefined symbol {match[1]}): define it, or give "
+        "jit.load the .cpp that does; .cpp and .cu files make two libraries, and what both need belongs in a header"
+    )
 
 
 def compile_libraries(sources: list[Path], name: str) -> list[Path]:
@@ -160,7 +201,7 @@ def version(compiler: str | None) -> str:
 
 
 def show(name: str, lines: Generator[str]) -> None:
-    """Show ninja's progress; if it fails, raise BuildError with the compiler's message."""
+    """Show ninja's progress and the compiler's warnings; if it fails, raise BuildError with the compiler's message."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -172,7 +213,7 @@ def show(name: str, lines: Generator[str]) -> None:
             for line in lines:
                 step = re.match(r"\[(\d+)/(\d+)\] \w+ (.*)\n", line)
                 if not step:
-                    said.append(line)
+                    said += [line] if line != "ninja: no work to do.\n" else []
                     continue
                 done, total, made = int(step[1]), int(step[2]), Path(step[3]).name.removesuffix(".o")
                 if task is None:
@@ -181,7 +222,5 @@ def show(name: str, lines: Generator[str]) -> None:
                 if not console.is_terminal:
                     console.print(f"extension_cpp.jit: compiled {made}, {done} of {total}")
         except BuildError as error:
-            # Ninja prints FAILED, the command, the compiler's message, and that it stopped.
-            failed = r"^FAILED: .*\n.*\n((?:(?!FAILED: |ninja: ).*\n)*)"
-            messages = re.findall(failed, "".join(said), flags=re.MULTILINE)
-            raise BuildError(f"the compiler found errors\n{''.join(messages)}" if messages else str(error)) from None
+            raise BuildError(f"the compiler found errors\n{''.join(said)}" if said else str(error)) from None
+    sys.stderr.write("".join(said))

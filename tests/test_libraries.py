@@ -62,6 +62,11 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+def test_every_kernel_is_of_an_operator():
+    """PyTorch takes a kernel under any name."""
+    assert [impl for impl in torch._C._dispatch_find_dangling_impls() if "extension_cpp::" in impl] == []
+
+
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 class TestSymbols:
     def test_only_stable_interfaces(self, library):

@@ -128,7 +128,7 @@ inline int32_t find(std::string_view wanted) {
   for (const auto& [id, name] : all()) {
     if (name == wanted) return id;
   }
-  throw std::logic_error("there is no dtype " + std::string(wanted));
+  throw std::logic_error("its signature has no dtype '" + std::string(wanted) + "'");
 }
 
 }  // namespace dtypes

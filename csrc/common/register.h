@@ -22,6 +22,10 @@ namespace extension_cpp {
 
 std::vector<const Operator*>& registered();
 
+// What went wrong in this library's registrations, a line for each file. Python asks for it once the library is loaded: an
+// exception from a static initialiser would end the process.
+std::string& registration_errors();
+
 class Registration {
  public:
   Registration(const char* name_space, void (*add_all)(Registration&), const char* file, uint32_t line)
@@ -31,16 +35,25 @@ class Registration {
       : schemas_(Library::Kind::FRAGMENT, name_space, nullptr, file, line),
         kernels_(Library::Kind::IMPL, name_space, "CPU", file, line) {
 #endif
-    add_all(*this);
+    try {
+      add_all(*this);
+    } catch (const std::exception& error) {
+      registration_errors() += std::string(file) + ':' + std::to_string(line) + ": " + error.what() + '\n';
+    }
   }
 
   // <op>.kernel is the same kernel without the derivatives that Python registers for <op>. A call that needs none is
   // led there (extension_cpp/ops/_operator.py): entering a Python formula takes longer than a small operator.
   void add(const Operator& op, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
+    if (!op.error.empty()) throw std::runtime_error(op.error);
     const std::string overload = std::string(op.name()) + ".kernel";
 #if !defined(__CUDACC__)
-    schemas_.def(op.schema);
-    schemas_.def((overload + std::strchr(op.schema, '(')).c_str());
+    try {
+      schemas_.def(op.schema);
+      schemas_.def((overload + std::strchr(op.schema, '(')).c_str());
+    } catch (const std::exception&) {  // The stable ABI says no more than that; Python finds out why.
+      fail(op.name(), "PyTorch refuses the schema ", op.schema);
+    }
     registered().push_back(&op);
 #endif
     kernels_.impl(op.name(), kernel);

@@ -2,6 +2,7 @@
 #include "signature.h"
 
 #include <cctype>
+#include <charconv>
 #include <cstring>
 
 #include "loop.h"
@@ -28,6 +29,11 @@ std::vector<std::string_view> split(std::string_view text, std::string_view sepa
   return parts;
 }
 
+// Whether text is a name or a number.
+bool is_word(std::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
+}
+
 // What comes before `word`, which is taken out of `text` with what follows it; `text` is left with what was before.
 std::string_view cut(std::string_view& text, std::string_view word) {
   const size_t at = text.find(word);
@@ -41,10 +47,21 @@ std::string_view cut(std::string_view& text, std::string_view word) {
 }  // namespace detail
 
 Operator::Operator(const char* schema, const char* signature) : schema(schema), signature(signature) {
-  using namespace detail;
   const std::string_view text(schema);
   name_ = text.substr(0, text.find('('));
+  try {
+    read();
+  } catch (const std::exception& what) {  // From a static initialiser it would end the process.
+    error = what.what();
+    if (!error.starts_with(name_)) error = name_ + ": " + error;
+  }
+}
+
+void Operator::read() {
+  using namespace detail;
+  if (name_ == schema) fail(name(), "its schema must say its arguments, got no '('");
   const size_t arrow = std::string_view(signature).find("->");
+  if (arrow == std::string_view::npos) fail(name(), "its signature must say its results, got no '->'");
   for (std::string_view part : split(std::string_view(signature).substr(0, arrow), ";")) read_argument(part);
   std::string_view results = trim(std::string_view(signature).substr(arrow + 2));
   if (results.empty()) return;
@@ -74,21 +91,31 @@ int Operator::index_of(std::string_view argument) const {
   fail(name(), "its signature names no argument '", argument, "'");
 }
 
+void Operator::refuse_size(std::string_view text) const { fail(name(), "its signature has no size '", text, "'"); }
+
 detail::Size Operator::read_size(std::string_view text) {
   detail::Size size;
   const size_t operation = text.find_first_of("+-*");
   const std::string_view first = text.substr(0, operation);
+  auto number = [&](std::string_view digits) {
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    if (error != std::errc() || end != digits.data() + digits.size()) refuse_size(text);
+    return value;
+  };
+  if (!detail::is_word(first)) refuse_size(text);
   if (std::isdigit(static_cast<unsigned char>(first[0]))) {
-    size.add = std::stoll(std::string(first));
+    size.add = number(first);
     return size;
   }
   size.name = add_name(first);
   if (operation == std::string_view::npos) return size;
   const std::string_view second = text.substr(operation + 1);
   if (text[operation] == '*') {
+    if (!detail::is_word(second)) refuse_size(text);
     size.times = add_name(second);
   } else {
-    size.add = std::stoll(std::string(second)) * (text[operation] == '-' ? -1 : 1);
+    size.add = number(second) * (text[operation] == '-' ? -1 : 1);
   }
   return size;
 }
@@ -131,6 +158,7 @@ void Operator::read_argument(std::string_view text) {
   detail::Argument argument;
   std::string_view shapes = text;
   argument.name = text.substr(0, text.find(':'));
+  if (argument.name == text) fail(name(), "its signature must describe its tensors, got '", text, "'");
   shapes.remove_prefix(argument.name.size() + 1);
   const std::string_view where = detail::cut(shapes, " where ");
   const std::string_view dtypes = detail::cut(shapes, " of "), like = detail::cut(shapes, " as ");
@@ -341,9 +369,20 @@ std::vector<const Operator*>& registered() {
   return operators;
 }
 
+std::string& registration_errors() {
+  static std::string errors;
+  return errors;
+}
+
 }  // namespace extension_cpp
 
-// The signature of an operator that this library registered, or null. A C function, for ctypes.
+// C functions, for ctypes.
+
+extern "C" __attribute__((visibility("default"))) const char* extension_cpp_registration_errors() {
+  return extension_cpp::registration_errors().c_str();
+}
+
+// The signature of an operator that this library registered, or null.
 extern "C" __attribute__((visibility("default"))) const char* extension_cpp_signature(const char* name) {
   for (const extension_cpp::Operator* op : extension_cpp::registered()) {
     if (std::strcmp(op->name(), name) == 0) return op->signature;

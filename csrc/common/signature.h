@@ -69,14 +69,17 @@ class Operator {
   int name_index(std::string_view name) const;
 
   const char *schema, *signature;
+  std::string error;  // in them; registering the operator throws it
   std::vector<detail::Argument> arguments;
   std::vector<detail::Result> results;
 
  private:
   friend class Checks;
 
+  void read();
   int index_of(std::string_view argument) const;
   int add_name(std::string_view name);
+  [[noreturn]] void refuse_size(std::string_view text) const;
   detail::Size read_size(std::string_view text);
   detail::Pattern read_pattern(std::string_view text);
   void read_argument(std::string_view text);

@@ -73,11 +73,29 @@ def test_incremental(checkout):
     assert "muladd.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
 
 
-def test_a_new_source_needs_no_edit(checkout):
+def test_a_new_source_with_a_wrong_schema(checkout):
+    """It needs no edit of another file; an error of the import names it, as an exception while loading ends a process."""
     source = checkout / "csrc" / "another.cpp"
-    source.write_text("namespace { [[maybe_unused]] int nothing = 0; }\n")
-    assert "another.cpp.o" in build(checkout, **QUICK).stdout
+    source.write_text("""
+#include "common/register.h"
+namespace extension_cpp::another {
+const Operator kAnother("another(Tensr x) -> Tensor", "x: ... -> ...");
+Tensor another(const Tensor& x) { return x; }
+EXTENSION_CPP_REGISTER(m) { m.add(kAnother, TORCH_BOX(&another)); }
+}
+""")
+    done = build(checkout, **QUICK)
     source.unlink()
+    assert done.returncode == 0 and "another.cpp.o" in done.stdout, done.stdout
+    run = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
+    run += f"; sys.path.insert(0, {str(checkout)!r}); import extension_cpp"
+    done = subprocess.run([sys.executable, "-c", run], cwd="/", capture_output=True, text=True)
+    said = done.stderr.partition("ImportError: ")[2]
+    assert done.returncode == 1 and re.match(
+        r"_C.abi3.so could not register its operators; correct the source and make build\n"
+        r"csrc/another.cpp:6: another: PyTorch refuses the schema another\(Tensr x\) -> Tensor\n",
+        said,
+    ), done.stderr
 
 
 def test_debug(checkout):

@@ -12,7 +12,7 @@ import torch
 from clones import lean
 
 import extension_cpp
-from extension_cpp import _machine, jit
+from extension_cpp import _loader, _machine, jit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "jit"
@@ -123,15 +123,67 @@ def test_in_place_of_a_compiled_build(sources, cache):
     assert "just in time" in report.stdout, report.stdout + report.stderr
 
 
-def test_compile_error(tmp_path):
-    """The compiler's message, without the command, and no long traceback."""
-    source = tmp_path / "broken.cpp"
-    source.write_text("int broken = ;\n")
-    done = python(f"from extension_cpp import jit\njit.load({str(source)!r})", tmp_path / "cache")
-    assert re.search(
-        r"BuildError: extension_cpp.jit.load: the compiler found errors\n.*broken.cpp:1:14: error", done.stderr
-    )
-    assert done.returncode == 1 and len(done.stderr.splitlines()) < 15 and "-fPIC" not in done.stderr, done.stderr
+# Two sources, wrong in three ways: an unknown function; wrong syntax; a wrong schema, and next to an unused variable a wrong
+# signature.
+RIGHT = """
+#define EXTENSION_CPP_NAMESPACE jit_errors
+#include "common/register.h"
+namespace {
+using extension_cpp::Tensor;
+const extension_cpp::Operator kSame("NAME(Tensor x) -> Tensor", "x: ... -> ...");
+Tensor same(const Tensor& x) { return x; }
+EXTENSION_CPP_REGISTER(m) { m.add(kSame, TORCH_BOX(&same)); }
+}
+"""
+ONE, TWO = RIGHT.replace("NAME", "one"), RIGHT.replace("NAME", "two")
+WRONG = [
+    (ONE + "float helper(float, int);\nfloat (*used)(float, int) = &helper;\n", TWO),
+    (ONE + "int broken = ;\n", TWO),
+    (ONE.replace("Tensor x)", "Tensr x)"), TWO.replace("x: ... ->", "x: T+ ->") + "static int not_used;\n"),
+]
+
+
+def test_what_a_source_has_wrong(tmp_path):
+    """One error that names the source, without the compiler's command and without a long traceback; the process lives."""
+    code = f"""
+from extension_cpp import jit
+from pathlib import Path
+for texts in {WRONG!r}:
+    sources = [Path({str(tmp_path)!r}, name) for name in ("one.cpp", "two.cpp")]
+    for source, text in zip(sources, texts):
+        source.write_text(text)
+    try:
+        jit.load(*sources)
+    except jit.BuildError as error:
+        print(error, flush=True)
+jit.load(*sources)
+"""
+    done = python(code, tmp_path / "cache", **QUICK)
+    begin, where = "extension_cpp.jit.load: ", re.escape(f"{tmp_path}/")
+    wrong = rf"""{begin}one.cpp uses helper\(float, int\), which no source of one.so defines .*
+{begin}the compiler found errors
+{where}one.cpp:10:14: error: .*
+(?s:.*)
+{begin}correct the source and start Python again
+{where}one.cpp:8: one: PyTorch refuses the schema one\(Tensr x\) -> Tensor
+unknown type specifier.*
+one\(Tensr x\) -> Tensor
+    ~~~~~ <--- HERE
+{where}two.cpp:8: two: its signature has no size 'T\+'
+"""
+    assert re.fullmatch(wrong, done.stdout), done.stdout + done.stderr
+    assert done.returncode == 1 and "-fPIC" not in done.stdout and len(done.stderr.splitlines()) < 35, done.stderr
+    assert done.stderr.count("compiled one.cpp") == 2 and "-Wunused-variable" in done.stderr, done.stderr
+
+
+def test_kernels_without_an_operator(monkeypatch):
+    """PyTorch takes a kernel under any name, and no call would reach it."""
+    with torch.library._scoped_library("jit_errors", "IMPL") as library:
+        monkeypatch.setattr(jit, "load_once", lambda path: library.impl("saem", lambda x: x, "CPU"))
+        monkeypatch.setattr(_loader, "registration_errors", lambda path: "")
+        said = rf"{torch.library.__file__} registers kernels for jit_errors::saem, and no library has a schema of that name"
+        with pytest.raises(jit.BuildError, match=re.escape(said)):
+            jit.load_all([Path("same.so")])
 
 
 def test_what_is_compiled_for(monkeypatch):
