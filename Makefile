@@ -16,14 +16,18 @@ $(VENV)/.ready: pyproject.toml
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
 	touch $@
 
-# Editable, so that Python files need no step; ninja recompiles what has changed in csrc/ and nothing else. CUDA code is
-# for this machine's GPUs, or where there are none for one of today's; packages and wheels have all that _build.py names.
-GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-    grep -xE '7\.5|[89]\.[0-9]|[1-9][0-9]\.[0-9]' | sed 's/^9.0$$/9.0a/' | sort -uV)
-.PHONY: build
-build: $(VENV)/.ready
+# ninja recompiles what has changed in csrc/ and nothing else. Not by pip, which keeps what a compiler says to itself; pip
+# only installs it, editable, so that Python files need no step.
+.PHONY: build libraries
+build: libraries $(VENV)/.installed
+
+libraries: $(VENV)/.ready
 	@echo "compiling what has changed in csrc/: all of it takes half a minute, with CUDA minutes"
-	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),$(or $(GPUS),9.0a)+PTX)" $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
+	@$(RUN) setup.py --quiet build_ext --inplace
+
+$(VENV)/.installed: pyproject.toml extension_cpp/_version.py | libraries
+	@$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
+	@touch $@
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
@@ -52,12 +56,12 @@ test-packages: build
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
 op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
-	$(MAKE) build
+	@$(MAKE) --no-print-directory build
 	$(RUN) -m pytest "tests/test_$(NAME).py"
 
 op-remove: $(VENV)/.ready
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)
-	$(MAKE) build
+	@$(MAKE) --no-print-directory build
 
 # A distribution of your own: NAME, in the new folder DEST (README.md).
 new-distribution: $(VENV)/.ready
@@ -78,7 +82,8 @@ env: engine
 NVCC := $(shell command -v nvcc)
 wheel: $(VENV)/.ready $(if $(NVCC),,build/nvcc/.ready)
 	rm -rf dist/wheel
-	USE_CUDA=1 $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
+	USE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
+	    $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
 	    $(RUN) -m build --wheel --no-isolation --outdir dist/wheel/made
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist/wheel dist/wheel/made/*.whl

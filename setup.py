@@ -12,9 +12,17 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-spec = util.spec_from_file_location("_build", ROOT / "extension_cpp" / "_build.py")
-_build = util.module_from_spec(spec)
-spec.loader.exec_module(_build)
+
+
+def module(name):
+    """A module of the package, which can't be imported before it is built."""
+    spec = util.spec_from_file_location(name, ROOT / "extension_cpp" / f"{name}.py")
+    loaded = sys.modules[name] = util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+_build, _machine = module("_build"), module("_machine")
 
 
 def or_exit(function, *args):
@@ -41,9 +49,17 @@ class NinjaBuild(build_ext):
         self.build_temp = "build/ninja"  # setuptools takes a new folder for each editable install
 
     def build_extensions(self):
-        backends = "CPU and CUDA" if self.nvcc else "CPU only"
-        print(f"extension_cpp: building for {backends} ({self.reason})", flush=True)
-        or_exit(self.compile)
+        for_cuda = ()
+        said = f"CPU only ({self.reason})"
+        if self.nvcc:
+            # A checkout's own libraries are tried out here; what is installed may have been built for other machines.
+            without = "9.0a+PTX" if self.inplace or self.editable_mode else "all"
+            gpus = [gpu.architecture for gpu in _machine.nvidia().gpus]
+            for_cuda, why = _build.architectures(gpus, without)
+            listed = f"architectures {' '.join(for_cuda)} ({why}; TORCH_CUDA_ARCH_LIST=8.0 or =all builds others)"
+            said = f"CPU and CUDA ({self.reason}), {listed}"
+        print(f"extension_cpp: building for {said}", flush=True)
+        or_exit(self.compile, for_cuda)
         targets = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
         for target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,10 +68,10 @@ class NinjaBuild(build_ext):
             for folder in {targets[0].parent, ROOT / "extension_cpp" if self.inplace else targets[0].parent}:
                 (folder / "_C_cuda.so").unlink(missing_ok=True)
 
-    def compile(self):
+    def compile(self, architectures):
         build = ROOT / self.build_temp
         build.mkdir(parents=True, exist_ok=True)
-        commands = _build.rules(self.nvcc, self.include_dirs)
+        commands = _build.rules(self.nvcc, self.include_dirs, architectures)
         libraries = {Path(self.get_ext_fullpath(ext.name)).name: ext.sources for ext in self.extensions}
         _build.write_ninja(build / "build.ninja", commands, libraries, self.build_temp)
         for line in _build.run_ninja(build / "build.ninja", ROOT):

@@ -5,7 +5,7 @@ Environment variables:
 
 USE_CUDA               1: compile for CUDA, 0: don't; unset: do if nvcc is found
 CUDA_HOME              where to look for bin/nvcc before PATH
-TORCH_CUDA_ARCH_LIST   "8.0;9.0+PTX"; its default covers Turing to Blackwell
+TORCH_CUDA_ARCH_LIST   "8.0;9.0+PTX"; "all": Turing to Blackwell, as packages have; by default the GPUs of this machine
 DEBUG                  1: no optimisation, with debug information
 MAX_JOBS               how many files to compile at a time; as many as there are cores by default
 CXX CXXFLAGS LDFLAGS   the compiler and flags to add
@@ -63,9 +63,20 @@ def runs_on(architectures: Iterable[str], gpu: tuple[int, int]) -> tuple[bool, b
     return code, ptx
 
 
-def architecture_flags(default: str = ARCHITECTURES) -> list[str]:
-    """nvcc's -gencode flags for TORCH_CUDA_ARCH_LIST, and the list itself, which the library contains as text."""
-    architectures = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or default)
+def architectures(gpus: Iterable[tuple[int, int]], without: str = "all") -> tuple[list[str], str]:
+    """What to compile for, as TORCH_CUDA_ARCH_LIST has it, and why. By default these GPUs; `without` them, what that says."""
+    wanted, why = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip(), "TORCH_CUDA_ARCH_LIST"
+    if not wanted:
+        there = sorted({gpu for gpu in gpus if gpu >= (7, 5)})  # CUDA 13 compiles for no older one.
+        wanted, why = ";".join(architecture_for("{}.{}".format(*gpu)) for gpu in there), "the GPUs of this machine"
+        wanted += "+PTX" if wanted else ""
+    if not wanted:
+        wanted, why = without, "no GPU of 7.5 or newer is here"
+    return re.split(r"[;,\s]+", ARCHITECTURES if wanted == "all" else wanted), why
+
+
+def architecture_flags(architectures: Iterable[str]) -> list[str]:
+    """nvcc's -gencode flags, and the list itself, which the library contains as text."""
     flags = [f"-DEXTENSION_CPP_ARCHITECTURES={'/'.join(architectures)}"]
     for arch in architectures:
         match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", arch)
@@ -78,7 +89,7 @@ def architecture_flags(default: str = ARCHITECTURES) -> list[str]:
     return flags
 
 
-def rules(nvcc: str | None, includes: Iterable[str], default_architectures: str = ARCHITECTURES) -> dict[str, str]:
+def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str] = ()) -> dict[str, str]:
     """The commands of ninja's file, by name: cxx and nvcc compile a file, link_cxx and link_nvcc make a library."""
     from torch.utils import cpp_extension  # Only for the folders of torch's headers and libraries.
 
@@ -107,7 +118,7 @@ def rules(nvcc: str | None, includes: Iterable[str], default_architectures: str 
         # conda-forge's nvcc gets its host compiler from these flags.
         given = "-ccbin" in os.environ.get("NVCC_PREPEND_FLAGS", "")
         compiler = [nvcc, *([] if given else ["-ccbin", cxx[0]])]
-        device = [optimise, *architecture_flags(default_architectures), "--threads=2", "-DUSE_CUDA"]
+        device = [optimise, *architecture_flags(architectures), "--threads=2", "-DUSE_CUDA"]
         device += ["-G"] if debug else ["--compress-mode=size"]
         wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
         linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]

@@ -162,7 +162,8 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
             raise BuildError(f"{sources[0].name} needs nvcc: {why_not}")
         nvcc = nvcc if cuda else None
         folder = source_folder()
-        commands = _build.rules(nvcc, [str(folder)], architectures() if nvcc else "")
+        compiled_for = _build.architectures(gpu.architecture for gpu in _machine.nvidia().gpus)[0] if nvcc else ()
+        commands = _build.rules(nvcc, [str(folder)], compiled_for)
         compiler = commands["cxx"].split()[0]
         if not shutil.which(compiler):
             raise BuildError(f"there is no compiler {compiler}: install g++ 11 or newer, or set CXX")
@@ -181,12 +182,6 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
         return [cache / library for library in libraries]
     except BuildError as error:
         raise BuildError(f"extension_cpp.jit.load: {error}") from None
-
-
-def architectures() -> str:
-    """Those of the GPUs in this machine, as TORCH_CUDA_ARCH_LIST has them; without a GPU those of the package."""
-    gpus = _machine.nvidia().gpus
-    return ";".join(sorted({_build.architecture_for(gpu.arch) for gpu in gpus})) or _build.ARCHITECTURES
 
 
 def cache_folder() -> Path:

@@ -15,6 +15,7 @@ import torch
 from clones import clone, lean
 
 import extension_cpp
+from extension_cpp import _build
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted(Path(extension_cpp.__file__).parent.glob("_C*.so"))
@@ -304,34 +305,52 @@ def test_build_of_a_wheel(checkout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "variables", "said"),
+    ("gpus", "without", "variable", "built"),
     [
-        ("12.0 9.0 6.1 8.9 9.0", {}, "8.9 9.0a 12.0+PTX"),
-        ("7.0", {}, "9.0a+PTX"),
-        ("Failed to initialize NVML: Driver/library version mismatch", {}, "9.0a+PTX"),
-        ("8.9", {"TORCH_CUDA_ARCH_LIST": "8.0"}, "8.0"),
+        ([(12, 0), (9, 0), (6, 1), (8, 9), (9, 0)], "all", "", "8.9 9.0a 12.0+PTX"),
+        ([(7, 0)], "9.0a+PTX", "", "9.0a+PTX"),
+        ([], "all", "", _build.ARCHITECTURES.replace(";", " ")),
+        ([(8, 9)], "all", "8.0, 9.0", "8.0 9.0"),
+        ([(8, 9)], "9.0a+PTX", "all", _build.ARCHITECTURES.replace(";", " ")),
     ],
-    ids=["several", "too old", "broken driver", "variable"],
+    ids=["several", "too old", "none", "variable", "all"],
 )
-def test_make_compiles_for_what_is_there(tmp_path, gpus, variables, said):
-    program = tmp_path / "nvidia-smi"
-    lines = gpus.split() if gpus[0].isdigit() else [gpus]
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    program.chmod(0o755)
+def test_what_is_compiled_for(monkeypatch, gpus, without, variable, built):
+    """The GPUs that are there, each once, with all the instructions that they have."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", variable)
+    assert " ".join(_build.architectures(gpus, without)[0]) == built
+
+
+def test_what_is_distributed_is_for_all_architectures():
+    """Whatever GPU the machine has that builds it."""
+    assert "      TORCH_CUDA_ARCH_LIST: all\n" in (ROOT / "recipe" / "recipe.yaml").read_text()
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    command = ["make", "--dry-run", "--always-make", "build"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**kept, **path, **variables}, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "wheel"], cwd=ROOT, env=kept, capture_output=True, text=True, check=True
     )
-    assert f'TORCH_CUDA_ARCH_LIST="{said}"' in done.stdout
+    assert 'TORCH_CUDA_ARCH_LIST="all"' in done.stdout
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+def test_the_first_line_says_what_is_built(checkout):
+    """And how to change it. Nothing is compiled, as ninja is not there."""
+    kept = {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}
+    for variables, listed in (({"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, "8.0 9.0 (TORCH_CUDA_ARCH_LIST; "), ({}, "")):
+        done = build(checkout, **variables, **kept)
+        first = done.stdout.splitlines()[0]
+        assert done.returncode == 1 and first.startswith("extension_cpp: building for CPU and CUDA (nvcc is "), (
+            done.stdout
+        )
+        assert f", architectures {listed}" in first and "TORCH_CUDA_ARCH_LIST=8.0 or =all builds others" in first
 
 
 @pytest.mark.parametrize("failing", ["ruff", "pytest", "nothing"])
 def test_make_test_reports_lint_and_tests(tmp_path, failing):
     """Whichever fails, with a line first that says what is done; here with programs that only say their names."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "extension_cpp").mkdir()
+    for name in ("pyproject.toml", "extension_cpp/_version.py"):
+        (tmp_path / name).touch()
     scripts = tmp_path / ".venv" / "bin"
     scripts.mkdir(parents=True)
     for name in ("python", "clang-format"):

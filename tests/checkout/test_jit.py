@@ -12,7 +12,7 @@ import torch
 from clones import lean
 
 import extension_cpp
-from extension_cpp import _loader, _machine, jit
+from extension_cpp import _loader, jit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "jit"
@@ -184,13 +184,6 @@ def test_kernels_without_an_operator(monkeypatch):
         said = rf"{torch.library.__file__} registers kernels for jit_errors::saem, and no library has a schema of that name"
         with pytest.raises(jit.BuildError, match=re.escape(said)):
             jit.load_all([Path("same.so")])
-
-
-def test_what_is_compiled_for(monkeypatch):
-    """The GPUs that are there, each once, with all the instructions that they have."""
-    gpus = [_machine.Gpu("", architecture) for architecture in ((9, 0), (8, 9), (9, 0))]
-    monkeypatch.setattr(_machine, "nvidia", lambda: _machine.Nvidia(gpus=gpus))
-    assert jit.architectures() == "8.9;9.0a"
 
 
 def test_two_processes_at_once(tmp_path):
