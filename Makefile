@@ -6,6 +6,7 @@ VENV := .venv
 CONDA := .venv-conda/bin
 RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
+TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .PHONY: test test-all test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
@@ -23,10 +24,10 @@ build: libraries $(VENV)/.installed
 
 libraries: $(VENV)/.ready
 	@echo "compiling what has changed in csrc/: all of it takes half a minute, with CUDA minutes"
-	@$(RUN) setup.py --quiet build_ext --inplace
+	@$(TOOLS) $(RUN) setup.py --quiet build_ext --inplace
 
 $(VENV)/.installed: pyproject.toml extension_cpp/_version.py | libraries
-	@$(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
+	@$(TOOLS) $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
@@ -85,7 +86,7 @@ wheel: $(VENV)/.ready $(if $(NVCC),,build/nvcc/.ready)
 	USE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
 	    $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
 	    $(RUN) -m build --wheel --no-isolation --outdir dist/wheel/made
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	$(TOOLS) $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist/wheel dist/wheel/made/*.whl
 
 build/nvcc/.ready: channel/pins.yaml | $(VENV)/.ready

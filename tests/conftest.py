@@ -1,12 +1,26 @@
-"""Hypothesis' settings, and a line that says what is being tested."""
+"""Hypothesis' settings, Triton's interpreter, and a line that says what is being tested."""
 
 import os
+from importlib.util import find_spec
+from unittest import mock
 
 import hypothesis
 import pytest
 import torch
 
-import extension_cpp
+# Without a GPU Triton's kernels run in its interpreter. Triton and the package must know that when they are imported; the
+# processes that tests start are told nothing of it.
+BY_DEFAULT = bool(find_spec("triton")) and not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
+if BY_DEFAULT:
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        import triton
+
+        import extension_cpp
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+
+import extension_cpp  # noqa: E402
+from extension_cpp.ops import _backends  # noqa: E402
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
@@ -41,6 +55,18 @@ def is_quick(item: pytest.Item) -> bool:
     )
 
 
+def is_of_a_kernel(item: pytest.Item) -> bool:
+    """Whether Triton's interpreter, which is slow, runs a test of a kernel by default: what depends on the kernel itself,
+    and for other checks than of its values in one dtype. TRITON_INTERPRET=1 in the environment runs all."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if not BY_DEFAULT or (params.get("device"), params.get("chosen")) != ("cpu", "triton"):
+        return True
+    dtypes = item.cls.op.dtypes
+    usual = torch.float32 if torch.float32 in dtypes else dtypes[0]
+    others = item.name.startswith(("test_layouts", "test_gradients_of_reference")) and params["dtype"] == usual
+    return item.name.startswith("test_parity") or others
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="every kind of check, but in two dtypes and with few examples"
@@ -57,12 +83,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("quick"):
-        config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
-        items[:] = filter(is_quick, items)
+    kept = [item for item in items if is_of_a_kernel(item) and (is_quick(item) or not config.getoption("quick"))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 def pytest_report_header() -> str:
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "no GPU"
     package = extension_cpp
-    return f"extension_cpp {package.__version__} from {package.__path__[0]}, torch {torch.__version__}, {gpus}"
+    triton = "run in its interpreter" if _backends.interpreted else _backends.why_no_triton() or "run on the GPU"
+    return (
+        f"extension_cpp {package.__version__} from {package.__path__[0]}, torch {torch.__version__}, {gpus}\n"
+        f"Triton kernels: {triton}"
+    )

@@ -79,7 +79,7 @@ class TestBackends:
         for name, by_kind in told.items():
             assert by_kind["cpu"] == "native" and by_kind["xpu"] == "reference"
             native = CUDA and (PACKAGE / "_C_cuda.so").exists() and name not in ("add_one", "my_op")
-            triton = name in ("add_one", "my_op", "mymul", "mymuladd") and not _backends.why_no_triton()
+            triton = name in ("add_one", "my_op", "mymul", "mymuladd") and CUDA and not _backends.why_no_triton()
             assert by_kind["cuda"] == ("native" if native else "triton" if triton else "reference")
         json.dumps(told)
 
@@ -423,25 +423,50 @@ except RuntimeError as error:
         assert f"{variable} native or reference, got 'triton': Triton is not installed" in done.stderr
 
 
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.skipif(_backends.interpreted, reason="this is the run in the interpreter")
-def test_contract_in_the_interpreter():
-    """Triton's kernels on the CPU: the contract of every operator that has one.
-
-    Finite differences, for which the interpreter is slow, of one alone: formulas of derivatives are those of every backend.
-    """
+def contracts(chosen: str, interpret: str) -> int:
+    """How many tests of those that are chosen pass in another process, with Triton's interpreter or without."""
     names = [path.name for path in sorted(HERE.glob("test_*.py")) if "Contract)" in path.read_text()]
-    chosen = "triton and not cuda and (not gradcheck or AddOne)"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", *names, "-k", chosen],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", *names, __file__, "-k", chosen],
+        env={**os.environ, "TRITON_INTERPRET": interpret},
         cwd=HERE,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+@needs_triton
+@pytest.mark.skipif(
+    torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ,
+    reason="a GPU runs the kernels, or the environment chose",
+)
+def test_the_interpreter_is_used_by_default():
+    """Where no GPU is, so that a wrong formula fails the operator's own tests; other processes have nothing of it."""
+    assert _backends.implementations("add_one", "cpu") == ["native", "triton", "reference"]
+    with use_backend("triton"), Recorder() as recorder:
+        assert extension_cpp.add_one(torch.ones(3)).tolist() == [2.0] * 3
+    assert recorder.seen == ["add_one.triton"]
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@needs_triton
+def test_contract_in_the_interpreter():
+    """The whole contract of Triton's kernels on the CPU, of which the operators' own tests run what depends on the kernel.
+
+    Finite differences, for which the interpreter is slow, of one alone: formulas of derivatives are those of every backend.
+    """
+    assert contracts("triton and not cuda and (not gradcheck or AddOne)", "1") > 50
+
+
+@needs_triton
+@pytest.mark.skipif(not CUDA or not _backends.interpreted, reason="this process shows it")
+def test_the_compiler_sees_inside_without_the_interpreter():
+    """On fake tensors, where torch is built for CUDA and no GPU is there."""
+    assert contracts("SeesInside or fake_cuda", "0") >= 3
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ assert both == ("native", "native") and not {NAME}.load_errors and not extension
 class TestAdd:
     @staticmethod
     def contract(checkout: Checkout, names: Iterable[str]) -> None:
-        """Of each, and in Triton's interpreter where Triton is."""
+        """Of each; of what has a Triton kernel the kernel's part, as their C++ is that of the others."""
         quiet = ("pytest", "-q", "-p", "no:cacheprovider")
         native, in_triton = (
             [f"tests/test_{name}.py" for name in names if OPERATORS[name][0] == kind] for kind in op.KINDS
@@ -215,11 +215,9 @@ class TestAdd:
         parallel = (*quiet, "--quick", "-n", "2", "--dist", "loadfile")
         said = checkout.run(*parallel, *native)
         assert int(re.search(r"(\d+) passed", said)[1]) > 20 * len(native)
-        if find_spec("triton"):  # Their C++ is that of the others.
-            # For finite differences the interpreter is slow, and formulas of derivatives are those of every backend.
-            chosen = ("-k", "triton and not gradcheck")
-            said = checkout.run(*parallel, *chosen, *in_triton, TRITON_INTERPRET="1")
-            assert int(re.search(r"(\d+) passed", said)[1]) > 10 * len(in_triton)
+        if find_spec("triton"):
+            said = checkout.run(*parallel, "-k", "triton", *in_triton)
+            assert int(re.search(r"(\d+) passed", said)[1]) >= 3 * len(in_triton)
 
     def test_contract(self, checkout):
         """Of one shape in either kind."""
