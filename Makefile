@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: test test-all test-packages op op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages op check op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
@@ -59,6 +59,12 @@ op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
 	@$(MAKE) --no-print-directory build
 	$(RUN) -m pytest "tests/test_$(NAME).py"
+	@echo "next: edit csrc/$(NAME).cpp and extension_cpp/ops/$(NAME).py, and after each edit: make check NAME=$(NAME)." \
+	    "The guide: $(firstword $(wildcard docs/add-an-operator.md) README.md)"
+
+# After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing.
+check: $(VENV)/.ready
+	@$(TOOLS) $(RUN) -m templates.check "$(NAME)"
 
 op-remove: $(VENV)/.ready
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)

@@ -48,12 +48,16 @@ class NinjaBuild(build_ext):
         super().finalize_options()
         self.build_temp = "build/ninja"  # setuptools takes a new folder for each editable install
 
+    def run(self):
+        self.of_checkout = self.inplace or self.editable_mode  # setuptools changes the first while it runs
+        super().run()
+
     def build_extensions(self):
         for_cuda = ()
         said = f"CPU only ({self.reason})"
         if self.nvcc:
             # A checkout's own libraries are tried out here; what is installed may have been built for other machines.
-            without = "9.0a+PTX" if self.inplace or self.editable_mode else "all"
+            without = "9.0a+PTX" if self.of_checkout else "all"
             gpus = [gpu.architecture for gpu in _machine.nvidia().gpus]
             for_cuda, why = _build.architectures(gpus, without)
             listed = f"architectures {' '.join(for_cuda)} ({why}; TORCH_CUDA_ARCH_LIST=8.0 or =all builds others)"
@@ -65,7 +69,7 @@ class NinjaBuild(build_ext):
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(ROOT / self.build_temp / target.name), str(target))
         if not self.nvcc:  # An earlier build with CUDA must not get into a package for CPU only.
-            for folder in {targets[0].parent, ROOT / "extension_cpp" if self.inplace else targets[0].parent}:
+            for folder in {targets[0].parent, ROOT / "extension_cpp" if self.of_checkout else targets[0].parent}:
                 (folder / "_C_cuda.so").unlink(missing_ok=True)
 
     def compile(self, architectures):
@@ -74,6 +78,8 @@ class NinjaBuild(build_ext):
         commands = _build.rules(self.nvcc, self.include_dirs, architectures)
         libraries = {Path(self.get_ext_fullpath(ext.name)).name: ext.sources for ext in self.extensions}
         _build.write_ninja(build / "build.ninja", commands, libraries, self.build_temp)
+        if self.of_checkout:
+            (ROOT / "compile_commands.json").write_text(_build.compile_commands(build / "build.ninja", ROOT))
         for line in _build.run_ninja(build / "build.ninja", ROOT):
             print(line, end="", flush=True)
 

@@ -181,16 +181,24 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
         yield step
 
 
+def start_ninja(file: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = ["ninja", "-f", str(file), *arguments]
+    try:
+        return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except FileNotFoundError:
+        raise BuildError("the build needs ninja: pip install ninja") from None
+
+
+def compile_commands(file: Path, folder: Path) -> str:
+    """How each source is compiled, as editors and clangd read it: compile_commands.json."""
+    return start_ninja(file, folder, "-t", "compdb", "cxx", "nvcc").communicate()[0]
+
+
 def run_ninja(file: Path, folder: Path) -> Generator[str]:
     """Compile what has changed; yield what :func:`readable` leaves of ninja's lines. Raises BuildError if a step fails."""
     # Ninja's default is two more than there are cores, and nvcc uses two threads.
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    command = ["ninja", "-j", jobs, "-f", str(file)]
-    try:
-        ninja = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    except FileNotFoundError:
-        raise BuildError("the build needs ninja: pip install ninja") from None
-    with ninja:
+    with start_ninja(file, folder, "-j", jobs) as ninja:
         assert ninja.stdout
         yield from readable(ninja.stdout)
     if ninja.returncode:

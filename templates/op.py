@@ -130,5 +130,4 @@ if __name__ == "__main__":
     made = given.action == "add"
     paths = add(given.name, given.kind, given.shape) if made else remove(given.name, given.force)
     said = ["wrote" if made else "removed", *(f"  {path.relative_to(ROOT)}" for path in paths)]
-    said += [f"next: the formula in csrc/{given.name}.cpp, then the reference; the README names a guide"] * made
     Console(highlight=False, soft_wrap=True).print("\n".join(said))

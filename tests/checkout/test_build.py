@@ -67,8 +67,12 @@ def test_incremental(checkout):
     first = build(checkout, **QUICK, MAX_JOBS="2")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "extension_cpp: building for CPU only (USE_CUDA=0)" in first.stdout
+    commands = json.loads((checkout / "compile_commands.json").read_text())  # For editors.
+    assert {"csrc/muladd.cpp", "csrc/module.cpp"} < {command["file"] for command in commands}
+    (checkout / "extension_cpp" / "_C_cuda.so").touch()
     second = build(checkout, **QUICK)
     assert "ninja: no work to do." in second.stdout
+    assert not (checkout / "extension_cpp" / "_C_cuda.so").exists()  # Of an earlier build with CUDA.
     (checkout / "csrc" / "common" / "loop.h").touch()
     third = build(checkout, **QUICK)
     assert "muladd.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
@@ -335,7 +339,8 @@ def test_what_is_distributed_is_for_all_architectures():
 def test_the_first_line_says_what_is_built(checkout):
     """And how to change it. Nothing is compiled, as ninja is not there."""
     kept = {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}
-    for variables, listed in (({"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, "8.0 9.0 (TORCH_CUDA_ARCH_LIST; "), ({}, "")):
+    there = "" if torch.cuda.is_available() else "9.0a+PTX (no GPU of 7.5 or newer is here; "
+    for variables, listed in (({"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, "8.0 9.0 (TORCH_CUDA_ARCH_LIST; "), ({}, there)):
         done = build(checkout, **variables, **kept)
         first = done.stdout.splitlines()[0]
         assert done.returncode == 1 and first.startswith("extension_cpp: building for CPU and CUDA (nvcc is "), (

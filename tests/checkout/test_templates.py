@@ -16,8 +16,8 @@ from clones import ROOT, clone, commit, environment, git
 
 import extension_cpp
 from extension_cpp.ops import _backends, _operator
+from templates import check, op
 from templates import distribution as made_by
-from templates import op
 
 NAME = "my_extensions"  # As long as the original's, so that lines are broken where the guide shows them.
 # Names of which some make lines longer than they may be.
@@ -229,6 +229,24 @@ class TestAdd:
         checkout.build()
         self.contract(checkout, OPERATORS)
 
+    def test_check(self, checkout):
+        """`make check`: the contract of the operator alone and its times, or the first failure; nothing is saved."""
+        before = contents(checkout.path)
+        variables = {"DEBUG": "1", "USE_CUDA": "0"}
+        said = checkout.run("templates.check", "t0", **variables)
+        assert "ninja: no work to do." in said and int(re.search(r"(\d+) passed", said)[1]) >= 20
+        assert (
+            re.search(r"t0 +│ forward, float32, 2\^20, one thread", said)
+            and f"pytest {Path('tests/test_t0.py')}" in said
+        )
+        formula = checkout.path / NAME / "triton" / "t0.py"
+        written = formula.read_text()
+        formula.write_text(written.replace("input * scalar_arg\n", "input * scalar_arg + 1\n"))
+        said = checkout.run("templates.check", "t0", **variables, fails=True)
+        assert "FAILED tests/test_t0.py::TestT0::test_parity[cpu-triton-" in said and "one thread" not in said
+        formula.write_text(written)
+        assert contents(checkout.path) == before
+
     def test_what_every_operator_must_have(self, checkout):
         """Kernels, and examples in docstrings."""
         files = ["tests/test_libraries.py", *(f"tests/checkout/test_{name}.py" for name in ("docs", "report"))]
@@ -275,6 +293,13 @@ for name in {[name for name, (kind, _) in OPERATORS.items() if kind == "cpp"]}: 
         before = contents(checkout.path)
         assert f"templates.op: NAME must {message}" in checkout.run("templates.op", "add", name, fails=True)
         assert contents(checkout.path) == before
+
+    def test_operators_that_are_checked(self):
+        """By their own name or the family's."""
+        assert [check.stem_of(name) for name in ("muladd", "mymul", "my_op")] == ["muladd", "muladd", "add_one"]
+        message = "templates.check: NAME must be an operator or a family, got 'absent': families are add_one, "
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            check.stem_of("absent")
 
     @pytest.mark.parametrize(
         ("name", "by"),
@@ -326,6 +351,7 @@ def test_make_passes_them_on():
     """The Makefile's targets call the commands that the tests call."""
     for target, wanted in (
         ("op NAME=scale KIND=triton SHAPE=in-place", 'templates.op add "scale" --kind "triton" --shape "in-place"'),
+        ("check NAME=scale", 'templates.check "scale"'),
         ("op-remove NAME=scale FORCE=1", 'templates.op remove "scale" --force'),
         ("new-distribution NAME=my_ops DEST=../my_ops", f'--data "name=my_ops" --defaults "{ROOT}" "../my_ops"'),
     ):
