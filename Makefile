@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: test test-all test-packages op check op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
@@ -65,6 +65,11 @@ op: build
 # After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing.
 check: $(VENV)/.ready
 	@$(TOOLS) $(RUN) -m templates.check "$(NAME)"
+
+# Operator NAME becomes TO, in its files; what else names it (documents, other modules) is not changed.
+op-rename: $(VENV)/.ready
+	$(RUN) -m templates.op rename "$(NAME)" --to "$(TO)"
+	@$(MAKE) --no-print-directory build
 
 op-remove: $(VENV)/.ready
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)

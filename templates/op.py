@@ -1,4 +1,5 @@
-"""`make op` and `make op-remove`: writes the files of a new operator from templates/op, and takes them out again."""
+"""`make op`, `make op-rename` and `make op-remove`: writes the files of a new operator from templates/op, gives an operator
+another name, and takes one out again."""
 
 import argparse
 import keyword
@@ -55,17 +56,22 @@ def tidy(program: str, *arguments: str | Path) -> None:
     subprocess.run([Path(sys.executable).with_name(program), *arguments], check=True)
 
 
+def tidy_all(paths: list[Path]) -> None:
+    """The sources of an operator."""
+    python = [path for path in paths if path.suffix == ".py"]
+    config = ("--quiet", "--config", ROOT / "pyproject.toml")
+    ours = "lint.isort.known-first-party = ['extension_cpp', 'benchmarks']"
+    tidy("ruff", "check", *config, "--config", ours, "--select", "I", "--fix", *python)
+    tidy("ruff", "format", *config, *python)
+    tidy("clang-format", "-i", f"--style=file:{ROOT / '.clang-format'}", *(set(paths) - set(python)))
+
+
 def render(name: str, kind: str, shape: str) -> dict[Path, str]:
     """The files of a new operator."""
     with tempfile.TemporaryDirectory() as folder:
         copier.run_copy(str(TEMPLATE), folder, {"name": name, "kind": kind, "shape": shape}, quiet=True)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        python = [path for path in paths if path.suffix == ".py"]
-        config = ("--quiet", "--config", ROOT / "pyproject.toml")
-        ours = "lint.isort.known-first-party = ['extension_cpp', 'benchmarks']"
-        tidy("ruff", "check", *config, "--config", ours, "--select", "I", "--fix", *python)
-        tidy("ruff", "format", *config, *python)
-        tidy("clang-format", "-i", f"--style=file:{ROOT / '.clang-format'}", *(set(paths) - set(python)))
+        tidy_all(paths)
         return {ROOT / path.relative_to(folder): path.read_text() for path in paths}
 
 
@@ -98,6 +104,41 @@ def add(name: str, kind: str, shape: str) -> list[Path]:
     return [*files, INIT]
 
 
+def rename(name: str, to: str) -> list[Path]:
+    """Give an operator another name, in its files and theirs: it may have been edited and measured. Returns what it wrote."""
+    sources, measured = ([*find(name, *patterns)] if name.isidentifier() else [] for patterns in (SOURCES, MEASURED))
+    if not sources:
+        refuse(name, "be that of an operator's files")
+    try:
+        check_name(to, KINDS[0], SHAPES[0])
+    except SystemExit as refused:
+        sys.exit(str(refused).replace("NAME", "TO"))
+    old, new = (f"Test{''.join(map(str.capitalize, each.split('_')))}" for each in (name, to))
+
+    def renamed(text: str) -> str:
+        return re.sub(rf"\b(?:{name}|({old}))\b", lambda match: new if match[1] else to, text)
+
+    def moved(path: Path) -> Path:
+        if path.parent.name == name:
+            return path.parent.with_name(to) / path.name
+        return path.with_name(re.sub(rf"(^|_){name}(?=[.-])", rf"\g<1>{to}", path.name))
+
+    for path in (*sources, *measured):
+        moved(path).parent.mkdir(exist_ok=True)
+        moved(path).write_text(renamed(path.read_text()))
+        path.unlink()
+    if (ROOT / "csrc" / name).is_dir():
+        (ROOT / "csrc" / name).rmdir()
+    tidy_all([moved(path) for path in sources])
+    named = rf'^from extension_cpp\.ops\.{name} import (\([^)]*\)|.*)$|(?<=[\[ ])"{name}"'
+    INIT.write_text(re.sub(named, lambda match: renamed(match[0]), INIT.read_text(), flags=re.MULTILINE))
+    tidy("ruff", "check", "--quiet", "--fix", "--select", "I,RUF022", INIT)
+    tidy("ruff", "format", "--quiet", *SHORT_LISTS, INIT)
+    if measured:
+        subprocess.run([sys.executable, "-m", "benchmarks.report"], cwd=ROOT, check=True)
+    return [*map(moved, (*sources, *measured)), INIT]
+
+
 def remove(name: str, force: bool) -> list[Path]:
     """Take out what `add`, the tests and the benchmarks have written. Returns which files that was in."""
     files = {path: path.read_text() for path in find(name, *SOURCES)} if name.isidentifier() else {}
@@ -121,13 +162,17 @@ def remove(name: str, force: bool) -> list[Path]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m templates.op", description=__doc__)
-    parser.add_argument("action", choices=("add", "remove"))
+    parser.add_argument("action", choices=("add", "rename", "remove"))
     parser.add_argument("name", help="of the operator, its function and its files")
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="what its CUDA kernel is written in")
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="what it returns")
+    parser.add_argument("--to", default="", help="the new name, of rename")
     parser.add_argument("--force", action="store_true", help="remove what was changed, too")
     given = parser.parse_args()
-    made = given.action == "add"
-    paths = add(given.name, given.kind, given.shape) if made else remove(given.name, given.force)
-    said = ["wrote" if made else "removed", *(f"  {path.relative_to(ROOT)}" for path in paths)]
+    paths = {
+        "add": lambda: add(given.name, given.kind, given.shape),
+        "rename": lambda: rename(given.name, given.to),
+        "remove": lambda: remove(given.name, given.force),
+    }[given.action]()
+    said = ["removed" if given.action == "remove" else "wrote", *(f"  {path.relative_to(ROOT)}" for path in paths)]
     Console(highlight=False, soft_wrap=True).print("\n".join(said))

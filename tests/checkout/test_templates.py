@@ -327,6 +327,25 @@ class TestRemove:
         assert contents(checkout.path) == before
         path.write_text(written)
 
+    def test_rename(self, checkout):
+        """There and back; in between it is what `make op` writes under the other name."""
+        before = contents(checkout.path)
+        said = checkout.run("templates.op", "rename", "scale", "--to", "multiplied_by_a_number")
+        assert f"{NAME}/ops/multiplied_by_a_number.py" in said and not list(checkout.path.rglob("*scale.*"))
+        written = checkout.path / "tests" / "test_multiplied_by_a_number.py"
+        assert "class TestMultipliedByANumber(Contract)" in written.read_text()
+        same = "from templates.op import *; files = render('multiplied_by_a_number', 'cpp', 'one-output')"
+        same += "; assert all(path.read_text() == text for path, text in files.items())"
+        (checkout.path / "same.py").write_text(same)
+        checkout.run("same")
+        (checkout.path / "same.py").unlink()
+        said = checkout.run("templates.op", "rename", "multiplied_by_a_number", "--to", "input", fails=True)
+        assert (
+            "templates.op: TO must not be taken, as by another name in the code, got 'input': try TO=my_input" in said
+        )
+        checkout.run("templates.op", "rename", "multiplied_by_a_number", "--to", "scale")
+        assert contents(checkout.path) == before
+
     def test_no_such_operator(self, checkout):
         for name in ("absent", "", "*", "../x"):
             said = checkout.run("templates.op", "remove", name, fails=True)
@@ -352,6 +371,7 @@ def test_make_passes_them_on():
     for target, wanted in (
         ("op NAME=scale KIND=triton SHAPE=in-place", 'templates.op add "scale" --kind "triton" --shape "in-place"'),
         ("check NAME=scale", 'templates.check "scale"'),
+        ("op-rename NAME=scale TO=scaled", 'templates.op rename "scale" --to "scaled"'),
         ("op-remove NAME=scale FORCE=1", 'templates.op remove "scale" --force'),
         ("new-distribution NAME=my_ops DEST=../my_ops", f'--data "name=my_ops" --defaults "{ROOT}" "../my_ops"'),
     ):
