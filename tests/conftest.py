@@ -22,7 +22,6 @@ def is_quick(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         params.get("dtype", torch.float32) in (torch.float32, torch.bfloat16)
-        and params.get("dynamic", True)
         # The reference is PyTorch: what is ours there is the registration.
         and (
             params.get("chosen") != "reference"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from test_loader import PACKAGE, python
+from processes import PACKAGE, python
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -427,12 +427,15 @@ except RuntimeError as error:
 @needs_triton
 @pytest.mark.skipif(_backends.interpreted, reason="this is the run in the interpreter")
 def test_contract_in_the_interpreter():
-    """Triton's kernels on the CPU: the contract of every operator that has one.
+    """Triton's kernels on the CPU: what the contract says of values, for every operator that has one.
 
-    Finite differences, for which the interpreter is slow, of one alone: formulas of derivatives are those of every backend.
+    Registration, as compilers see it, of one alone: it is made in one place.
     """
     names = [path.name for path in sorted(HERE.glob("test_*.py")) if "Contract)" in path.read_text()]
-    chosen = "triton and not cuda and (not gradcheck or AddOne)"
+    values = (
+        "parity or wrong_arguments or test_errors or (float32 and (layouts or touched or every_time or of_reference))"
+    )
+    chosen = f"triton and not cuda and ({values} or AddOne)"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", *names, "-k", chosen],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -441,7 +444,7 @@ def test_contract_in_the_interpreter():
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 40
 
 
 @pytest.mark.slow
