@@ -228,6 +228,7 @@ def test_sparse_is_refused():
         extension_cpp.mymul(sparse, sparse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["baseline", "avx2"])
 def test_every_vector_width(level):
     """The values hold for the code of each instruction set that this machine has; the other tests see the best one."""
