@@ -27,24 +27,29 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=10, derandomize=True)
 
 
-# What is registered for all backends in one place.
-TRANSFORMS = ("test_forward_mode", "test_transforms", "test_autocast", "test_dispatch_modes")
+# Of the contract, what doesn't depend on how and for what the package was built: registration in Python, and what PyTorch
+# makes of it.
+NOT_OF_A_BUILD = (
+    "test_autocast",
+    "test_compile_for_any_size",
+    "test_dispatch_modes",
+    "test_forward_mode",
+    "test_gradcheck",
+    "test_non_tensors",
+    "test_opcheck",
+    "test_same_bits_every_time",
+    "test_transforms",
+)
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Whether --quick keeps a test: every kind of check of every operator, but not every dtype and setting."""
+    """Whether --quick keeps a test: what a package can get wrong that the checkout has right."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         params.get("dtype", torch.float32) in (torch.float32, torch.bfloat16)
-        and params.get("dynamic", True)
+        and not item.name.startswith(NOT_OF_A_BUILD)
         # The reference is PyTorch: what is ours there is the registration.
-        and (
-            params.get("chosen") != "reference"
-            or (params.get("dtype") == torch.float32 and item.name.startswith(("test_parity", "test_fake")))
-            or item.name.startswith("test_errors")
-        )
-        and not (item.name.startswith(TRANSFORMS) and params.get("chosen"))
-        and "level" not in params
+        and (params.get("chosen") != "reference" or item.name.startswith(("test_parity", "test_errors")))
         and params.get("version", 13000) == 13000
         and params.get("damage", "missing") == "missing"
         and item.get_closest_marker("large") is None
@@ -69,11 +74,12 @@ def is_of_a_kernel(item: pytest.Item) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--quick", action="store_true", help="every kind of check, but in two dtypes and with few examples"
+        "--quick", action="store_true", help="what a package can get wrong: values in two dtypes, with few examples"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: for what rarely breaks alone; `make test-all` runs it too")
     config.addinivalue_line("markers", "quick: what --quick keeps of test_doctor.py")
     config.addinivalue_line(
         "markers", "slow: seconds for what doesn't depend on how the package was built; not of --quick"
@@ -82,7 +88,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
 
 
+@pytest.hookimpl(tryfirst=True)  # Before -m chooses by markers.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # Each state of an installation takes seconds to make and to look at; further cases of one differ little.
+        further = hasattr(item, "callspec") and any(item.callspec.indices.values())
+        if item.path.name == "test_doctor.py" and further and item.get_closest_marker("quick") is None:
+            item.add_marker("long")
     kept = [item for item in items if is_of_a_kernel(item) and (is_quick(item) or not config.getoption("quick"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from test_loader import PACKAGE, python
+from processes import PACKAGE, python
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -427,7 +427,7 @@ def contracts(chosen: str, interpret: str) -> int:
     """How many tests of those that are chosen pass in another process, with Triton's interpreter or without."""
     names = [path.name for path in sorted(HERE.glob("test_*.py")) if "Contract)" in path.read_text()]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", *names, __file__, "-k", chosen],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names, __file__, "-k", chosen],
         env={**os.environ, "TRITON_INTERPRET": interpret},
         cwd=HERE,
         capture_output=True,

@@ -190,6 +190,21 @@ def batch_first_always(info, in_dims, x: Tensor):
     return double(x), 0
 
 
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def keeps_its_argument(x: Tensor) -> Tensor:
+    return Keeping.apply(x)
+
+
 def with_a_factory(x: Tensor) -> Tensor:
     return x * torch.full(x.shape, 2, dtype=x.dtype)
 
@@ -214,9 +229,14 @@ FAULTS = {
         define("fault_half", double, backward=lambda grad: grad * (2 if grad.dtype == torch.float64 else 3)),
         "test_gradients_of_reference",
     ),
+    "keeps what no formula needs": (
+        define("fault_kept", double, backward=twice, public=keeps_its_argument),
+        "test_keeps_what_the_formula_names",
+    ),
     "undeclared mutation": (define("fault_schema", lambda x: x.mul_(2).clone()), "test_opcheck"),
     "not deterministic": (define("fault_random", different_every_time), "test_same_bits_every_time"),
-    "specialises on a size": (define("fault_dynamic", double, fake=constant_size), "test_compile"),
+    "specialises on a size": (define("fault_dynamic", double, fake=constant_size), "test_compile_for_any_size"),
+    "compiled with wrong strides": (define("fault_compiled", double, fake=transposed_strides), "test_compile"),
     "fake misses an error": (define("fault_error", refuses_in_the_kernel_only, errors=three_dimensions), "test_errors"),
     "wrong index": (define_where("fault_index", lambda x: where_large(x) + 1), "test_parity"),
     "wrong dtype of an exact result": (define_where("fault_exact", lambda x: where_large(x).int()), "test_parity"),
@@ -283,8 +303,6 @@ def arguments(check: str, device: str) -> dict:
     result = {} if check in ("test_side_stream", "test_cuda_graph") else {"device": device}
     if check.endswith(per_dtype):
         result["dtype"] = torch.float32
-    if check == "test_compile":
-        result["dynamic"] = True
     return result
 
 

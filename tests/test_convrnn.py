@@ -1,9 +1,6 @@
 """convrnn_forward, its backward and nn.ConvRNN: the contract, the definition, and what is particular to a recurrence."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -325,33 +322,6 @@ class TestGradients:
         got = torch.autograd.grad(y, args, seeds, is_grads_batched=True, retain_graph=True)
         want = zip(*(torch.autograd.grad(y, args, seed, retain_graph=True) for seed in seeds))
         torch.testing.assert_close(got, tuple(map(torch.stack, want)))
-
-
-@pytest.mark.parametrize("level", ["baseline", "avx2"])
-def test_other_cpus(level):
-    """What runs where there are no wider vectors: close to what runs here."""
-    code = """
-import torch, test_convrnn as t, extension_cpp
-for size in t.SIZES:
-    for dtype in t.FLOATING:
-        x, kernel, hidden = t.inputs(size, dtype=dtype)
-        y = extension_cpp.convrnn_forward(x, kernel, hidden)
-        want = t.convrnn_forward_reference(x.double(), kernel.double(), hidden.double())
-        bound = torch.finfo(dtype).eps * t.error_bound(x.double(), kernel.double(), hidden.double())
-        assert ((y - want).abs() <= bound).all(), (size, dtype)
-        exact = [a.double() for a in (y, y, kernel)]
-        bounds = t.backward_bound(*exact, True)
-        for got, want, bound in zip(t.backward(y, y, kernel), t.convrnn_backward_reference(*exact), bounds):
-            assert ((got - want).abs() <= torch.finfo(dtype).eps * bound).all(), (size, dtype)
-"""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "EXTENSION_CPP_SIMD": level, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,11 +1,7 @@
 """matmul: the contract, and what is particular to it."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -278,22 +274,6 @@ def test_any_number_of_threads(dtype):
         for threads in (2, 3, 5):
             with using(threads):
                 assert same_bits(extension_cpp.matmul(a, b), want), f"{sizes} on {threads} threads"
-
-
-@pytest.mark.parametrize("level", ["baseline", "avx2"])
-def test_every_vector_width(level):
-    """The bound holds with the code for each instruction set that this machine has; that of the best is tested above."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", "test_matmul.py", "-k", SELECTED],
-        env={**os.environ, "EXTENSION_CPP_SIMD": level, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
-SELECTED = "(sizes or long_sums or layouts or any_product or parity) and cpu"
 
 
 @pytest.mark.parametrize("device", DEVICES)

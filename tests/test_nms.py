@@ -1,10 +1,5 @@
 """nms, batched_nms and nms_padded: the contract, the definition, torchvision, and what is hard for a method that prunes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -349,20 +344,6 @@ def test_in_a_compiled_function(device):
         torch.testing.assert_close(compiled(boxes, scores), kept(boxes, scores))
         compiled(boxes, scores).sum().backward()
         assert boxes.grad is not None and scores.grad is not None
-
-
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
-def test_every_vector_width(level):
-    """The decisions are the same with the code for each instruction set that this machine has."""
-    selected = "(rounding or small_sets or scales) and cpu"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", "test_nms.py", "-k", selected],
-        env={**os.environ, "EXTENSION_CPP_SIMD": level, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
