@@ -64,8 +64,9 @@ class Case:
     """Wrong arguments beyond those that follow from the signature, and the whole message that they must give."""
     exact: bool = False
     """Whether the result is that of the reference on the same arguments, dtype included."""
-    ulps: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(FLOATING, 1.0))
-    """Allowed error in units of the dtype's epsilon, relative to the sum of the magnitudes that enter a result."""
+    ulps: dict[torch.dtype, float] = field(default_factory=dict)
+    """Allowed error in units of the dtype's epsilon, relative to the sum of the magnitudes that enter a result; 1 of a dtype
+    that it doesn't name."""
     magnitude: Callable | None = None
     """That sum, from the arguments in float64; the magnitude of the result itself where None."""
     grown: Callable[[Args, int], Args] | None = None
@@ -236,7 +237,8 @@ class Contract:
         op = self.op
         if op.exact:
             for got, want in zip(run(op, op.function, args), run(op, op.reference, args)):
-                assert same_bits(got, want), f"{got}, expected {want}, on {describe(args)}"
+                why = "exact=True of the Case wants its bits; ulps= instead allows rounding"
+                assert same_bits(got, want), f"{got}, expected {want}, on {describe(args)}; {why}"
             return
         exact = map_tensors(lambda t: t.detach().to(torch.float64), args)
         expected = run(op, op.reference, exact)
@@ -249,7 +251,7 @@ class Contract:
                 assert torch.equal(got.double(), want), f"{got}, expected {want}, on {describe(args)}"
                 continue
             finite = want.abs() <= torch.finfo(dtype).max
-            bound = op.ulps[dtype] * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
+            bound = op.ulps.get(dtype, 1.0) * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
             error = (got.to(torch.float64) - want).abs()
             wrong = finite & ~(error <= bound)
             assert not wrong.any(), self.say_error(op, got, want, error / bound * wrong, args)
@@ -259,7 +261,7 @@ class Contract:
     def say_error(op: Case, got: Tensor, want: Tensor, excess: Tensor, args: Args) -> str:
         """Where a result is off most, by how much, and what allows more."""
         at = tuple(int(i) for i in torch.unravel_index(excess.nan_to_num(torch.inf).argmax(), excess.shape))
-        name, allowed = str(got.dtype).removeprefix("torch."), op.ulps[got.dtype]
+        name, allowed = str(got.dtype).removeprefix("torch."), op.ulps.get(got.dtype, 1.0)
         off = f"{excess[at].item() * allowed:.3g} ulps of {name} where {allowed:g} is allowed, at index {at}"
         why = "if the length of a sum explains it, give the Case ulps= or magnitude="
         return f"{off}: got {got[at].item()!r}, want {want[at].item()!r}, on {describe(args)}; {why}"
@@ -392,12 +394,28 @@ class Contract:
         for args in small:
             # In the first sample each element by itself; in the others all at once, in a random direction.
             given = {"fast_mode": args is not small[0]}
-            assert torch.autograd.gradcheck(self.op.function, args, **given)
-            assert torch.autograd.gradgradcheck(self.op.function, args, **given)
+            with hint(
+                "if the operator has no derivative, declare it with differentiable=False; else correct backward="
+            ):
+                assert torch.autograd.gradcheck(self.op.function, args, **given)
+            if self.op.operator.declared.differentiable == "once":
+                self.check_refuses_a_second_derivative(args)
+                continue
+            with hint('if no second derivative is wanted, declare the operator with differentiable="once"'):
+                assert torch.autograd.gradgradcheck(self.op.function, args, **given)
             for i, arg in enumerate(args):
                 if isinstance(arg, Tensor):
                     alone = tuple(a.detach() if isinstance(a, Tensor) and k != i else a for k, a in enumerate(args))
                     assert torch.autograd.gradcheck(self.op.function, alone, **given)
+
+    def check_refuses_a_second_derivative(self, args: Args) -> None:
+        """An error that names the operator, where gradients are differentiated in what they depend on."""
+        outputs = [t for t in tensors(self.op.function(*args)) if t.requires_grad]
+        seeds = [ramp(t).requires_grad_() for t in outputs]
+        leaves = [t for t in tensors(args) if t.requires_grad]
+        found = torch.autograd.grad(outputs, leaves, seeds, create_graph=True)
+        with pytest.raises(RuntimeError, match=rf"^{self.op.name}: it has no second derivative"):
+            torch.autograd.grad([t.sum() for t in found], [*leaves, *seeds], allow_unused=True)
 
     def test_keeps_what_the_formula_names(self, device):
         """No argument lives on for its derivative but those that the declared formula takes."""
@@ -440,8 +458,10 @@ class Contract:
         samples = self.check_compiled(device, compiled, 3)
         torch._dynamo.reset()
         same = (a for a in samples if op.grown or all(t.shape[:1] == tensors(a)[0].shape[:1] for t in tensors(a)))
-        args, grown = next(same), op.grown or longer
-        with torch._dynamo.config.patch(error_on_recompile=True):
+        args, grown = next(same, None), op.grown or longer
+        how = "if its arguments grow otherwise than each in its first dimension, give the Case grown="
+        assert args, f"{op.name}: no sample has tensors of one length in the first dimension; {how}"
+        with torch._dynamo.config.patch(error_on_recompile=True), hint(how):
             for times in (1, 2, 3):
                 run(op, compiled, grown(args, times))
 
@@ -785,6 +805,15 @@ class Contract:
             expected = run(op, op.function, map_tensors(torch.clone, args))
             for got, want in zip(results, expected):
                 assert same_bits(got, want), f"the replayed graph is wrong on {describe(args)}"
+
+
+@contextmanager
+def hint(what: str) -> Iterator[None]:
+    """Adds to an error what its reader can do."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{error}; {what}") from error
 
 
 def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:

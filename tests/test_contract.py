@@ -28,6 +28,7 @@ def define(
     signature="x: ... -> ...",
     instead=None,
     public=None,
+    differentiable=None,
     **description,
 ) -> Contract:
     """An operator that doubles x, or is meant to, and what the contract is told of it.
@@ -45,7 +46,7 @@ def define(
         backward=backward,
         vmap=vmap,
         autocast=autocast,
-        differentiable=backward is not None,
+        differentiable=backward is not None if differentiable is None else differentiable,
     )(reference or (double_into if into else double))
     for key, function in (instead or {}).items():
         _implement(name, function(declared.operator), key)
@@ -215,6 +216,7 @@ def modes_matter(grad: Tensor) -> Tensor:
 
 healthy = define("fault_none", double, backward=twice)
 healthy_into = define("fault_none_into", double_into, into=True)
+healthy_once = define("fault_none_once", double, backward=lambda grad: grad.detach() * 2, differentiable="once")
 healthy_where = define_where("fault_none_where", where_large)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
@@ -225,6 +227,14 @@ FAULTS = {
     "fake with wrong strides": (define("fault_fake", double, fake=transposed_strides), "test_fake_kernel"),
     "fake with wrong dtype": (define("fault_dtype", double, fake=lambda x: x.double().int()), "test_fake_kernel"),
     "wrong gradient": (define("fault_gradient", double, backward=lambda grad: grad * 3), "test_gradcheck"),
+    "wrong second derivative": (
+        define("fault_second", double, backward=lambda grad: grad.detach() * 2),
+        "test_gradcheck",
+    ),
+    "a second derivative of what has one": (
+        define("fault_once", double, backward=twice, differentiable="once", public=lambda x: x * 2),
+        "test_gradcheck",
+    ),
     "wrong gradient in half precision": (
         define("fault_half", double, backward=lambda grad: grad * (2 if grad.dtype == torch.float64 else 3)),
         "test_gradients_of_reference",
@@ -319,9 +329,30 @@ def test_fault_is_caught(fault, device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    for contract in (healthy, healthy_into, healthy_where):
-        if contract is healthy or "grad" not in check:
+    for contract in (healthy, healthy_into, healthy_where, healthy_once):
+        if contract in (healthy, healthy_once) or "grad" not in check:
             getattr(contract, check)(**arguments(check, device))
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        ("wrong values", "give the Case ulps= or magnitude="),
+        ("wrong dtype of an exact result", "exact=True of the Case wants its bits"),
+        ("specialises on a size", "give the Case grown="),
+        ("wrong gradient", "with differentiable=False; else correct backward="),
+        ("wrong second derivative", 'with differentiable="once"'),
+    ],
+)
+def test_a_failure_names_what_answers_it(fault, answer):
+    contract, check = FAULTS[fault]
+    with pytest.raises(AssertionError, match=re.escape(answer)):
+        getattr(contract, check)(**arguments(check, "cpu"))
+
+
+def test_differentiable_is_one_of_three():
+    with pytest.raises(RuntimeError, match="fault_none: differentiable must be True, False or \"once\", got 'twice'"):
+        operator(name="fault_none", differentiable="twice")(double)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are CUDA's")

@@ -157,6 +157,8 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
             takes.append(("number", len(numbers)))
             numbers.append(positions[name])
     formula = _within(backend, operator.backward or partial(_derivative_of_reference, operator))
+    if once := operator.declared.differentiable == "once":
+        formula = torch.no_grad()(formula)
     gradients = operator.differentiable_arguments if operator.differentiable else []
     broadcasts, count = operator.signature.broadcasts, len(operator.names)
 
@@ -194,6 +196,9 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
             ]
             found = formula(*grads, *given)
             found = (found,) if isinstance(found, Tensor) or found is None else found
+            if once and torch.is_grad_enabled():
+                given = [t for t in (*grads, *given) if isinstance(t, Tensor)]
+                found = [None if grad is None else Once.apply(operator.name, grad, *given) for grad in found]
             every: list[Any] = [None] * count
             for i, shape, grad in zip(gradients, ctx.shapes, found, strict=True):
                 if grad is not None and shape is not None and needs[i]:
@@ -209,6 +214,24 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
 
     Derivative.__name__ = Derivative.__qualname__ = f"{operator.name}_derivative"
     return Derivative
+
+
+class Once(torch.autograd.Function):
+    """A gradient, and the tensors that it depends on: its own derivative is an error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, grad: Tensor, *others: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        fail(ctx.name, "it has no second derivative, as it is declared with differentiable='once'")
 
 
 def _derivative_of_reference(operator: Any, *args: Any) -> Any:

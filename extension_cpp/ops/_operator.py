@@ -78,8 +78,9 @@ class operator:
     gradient. Only those are kept. Without it, the derivative is that of the reference."""
     saved_for: dict[str, str] = field(default_factory=dict)
     """Argument to the argument whose gradient needs it: it is None where that one needs none."""
-    differentiable: bool = True
-    """False for an operator whose results have no derivative."""
+    differentiable: bool | str = True
+    """False for an operator whose results have no derivative; "once" if its gradients have none: then asking for a second
+    derivative raises an error, where a formula that can't be differentiated would give a wrong one."""
     independent: str = ""
     """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call."""
     vmap: Callable | None = None
@@ -128,7 +129,9 @@ class Operator:
         self.written = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
-        self.differentiable = declared.differentiable and not self.written
+        if declared.differentiable not in (True, False, "once"):
+            fail(self.name, f'differentiable must be True, False or "once", got {declared.differentiable!r}')
+        self.differentiable = bool(declared.differentiable) and not self.written
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self._complete(self.default, None)
