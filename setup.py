@@ -60,7 +60,7 @@ class NinjaBuild(build_ext):
             without = "9.0a+PTX" if self.of_checkout else "all"
             gpus = [gpu.architecture for gpu in _machine.nvidia().gpus]
             for_cuda, why = _build.architectures(gpus, without)
-            listed = f"architectures {' '.join(for_cuda)} ({why}; TORCH_CUDA_ARCH_LIST=8.0 or =all builds others)"
+            listed = f"architectures {' '.join(for_cuda)} ({why}; to change it: TORCH_CUDA_ARCH_LIST=8.0, or all)"
             said = f"CPU and CUDA ({self.reason}), {listed}"
         print(f"extension_cpp: building for {said}", flush=True)
         or_exit(self.compile, for_cuda)

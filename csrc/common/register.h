@@ -22,8 +22,8 @@ namespace extension_cpp {
 
 std::vector<const Operator*>& registered();
 
-// What went wrong in this library's registrations, a line for each file. Python asks for it once the library is loaded: an
-// exception from a static initialiser would end the process.
+// What went wrong in this library's registrations, a line for each file. Python asks for it once the library is loaded:
+// an exception from a static initialiser would end the process.
 std::string& registration_errors();
 
 class Registration {

@@ -31,7 +31,8 @@ std::vector<std::string_view> split(std::string_view text, std::string_view sepa
 
 // Whether text is a name or a number.
 bool is_word(std::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
+  return !text.empty() &&
+         std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
 }
 
 // What comes before `word`, which is taken out of `text` with what follows it; `text` is left with what was before.
@@ -91,7 +92,9 @@ int Operator::index_of(std::string_view argument) const {
   fail(name(), "its signature names no argument '", argument, "'");
 }
 
-void Operator::refuse_size(std::string_view text) const { fail(name(), "its signature has no size '", text, "'"); }
+void Operator::refuse_size(std::string_view text) const {
+  fail(name(), "its signature has no size '", text, "'");
+}
 
 detail::Size Operator::read_size(std::string_view text) {
   detail::Size size;
