@@ -36,7 +36,8 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
     Args:
         sources: ``.cpp`` and ``.cu`` files that register your operators, on the LibTorch stable ABI. They can include
             this package's headers. The ``.cpp`` files make one library, the ``.cu`` files another, which is left out if
-            torch was built without CUDA.
+            torch was built without CUDA. What EXTENSION_CPP_REGISTER registers can be wrong without harm; with PyTorch's own
+            STABLE_TORCH_LIBRARY, a schema that can't be read ends the process.
         name: the name of the libraries; by default that of the first source.
 
     The cache is in ``TORCH_EXTENSIONS_DIR``, or else in ``~/.cache/extension_cpp``: a folder for each set of sources,
