@@ -29,7 +29,7 @@ FOR_CUDA = {"USE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "7.5;12.0+PTX"}
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the sources, for builds that must not touch this one's."""
-    return lean(tmp_path_factory.mktemp("build") / "with a space", "muladd")
+    return lean(tmp_path_factory.mktemp("build") / "with a space", "add_one")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def cuda(checkout, tmp_path_factory) -> Path:
     """Another copy, compiled for CUDA once for all tests that look at that, with a function that they call."""
     copy = tmp_path_factory.mktemp("cuda") / "with a space"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns("build", "*.so"))
-    (copy / "csrc" / "errors.cu").write_text(ERRORS)
+    (copy / "csrc" / "add_one.cu").write_text(f'#include "add_one.cpp"\n{ERRORS}')
     done = build(copy, **FOR_CUDA)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "building for CPU and CUDA" in done.stdout
@@ -75,7 +75,7 @@ def test_incremental(checkout):
     assert not (checkout / "extension_cpp" / "_C_cuda.so").exists()  # Of an earlier build with CUDA.
     (checkout / "csrc" / "common" / "loop.h").touch()
     third = build(checkout, **QUICK)
-    assert "muladd.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
+    assert "add_one.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
 
 
 def test_a_new_source_with_a_wrong_schema(checkout):
@@ -236,7 +236,7 @@ for error in (209, 222, 35, 700):
 if {lacks_kernel}:
     a = torch.ones(3, device="cuda")
     try:
-        extension_cpp.mymuladd(a, a, 1.0)
+        extension_cpp.my_op(a, 1.0)
     except RuntimeError as error:
         print(error)
     assert (a + a).tolist() == [2.0] * 3
@@ -250,7 +250,7 @@ if {lacks_kernel}:
     assert other.startswith("CUDA says 'an illegal memory access was encountered' (cudaErrorIllegalAddress)")
     if lacks_kernel:
         found = "{}.{}".format(*capability)
-        assert called[0].startswith(f"mymuladd: {lacking.format(found)}"), called
+        assert called[0].startswith(f"my_op: {lacking.format(found)}"), called
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from extension_cpp import _loader, jit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "jit"
+QUICK = {"DEBUG": "1"}  # Without optimisation, as what these tests look at doesn't depend on it.
 SCALED = str(torch.arange(6.0).reshape(2, 3).t() * 0.5)
 WITHOUT_EDITABLE = (
     "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
@@ -31,7 +32,7 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
     """The sources and the Python files, as a checkout has them before it is compiled."""
-    return lean(tmp_path_factory.mktemp("sources") / "a checkout", "muladd")
+    return lean(tmp_path_factory.mktemp("sources") / "a checkout", "add_one")
 
 
 def environment(cache: Path, **variables: str) -> dict[str, str]:
@@ -47,7 +48,8 @@ def python(code: str, cache: Path, path: Path = ROOT, **variables: str) -> subpr
 
 def run(script: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, script.name, *arguments]
-    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, env=environment(cache))
+    env = environment(cache, **QUICK)
+    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, env=env)
 
 
 @pytest.mark.parametrize("name", ["load_cpp.py", "load_cuda.py"])
@@ -72,32 +74,31 @@ started = []
 sys.addaudithook(lambda event, args: started.append(args[0]) if event == "subprocess.Popen" else None)
 import extension_cpp
 extension_cpp.jit.load()
-assert extension_cpp.mymuladd(torch.ones(2), torch.ones(2), 0.5).tolist() == [1.5, 1.5]
-from extension_cpp import mymul
-assert mymul(torch.zeros(0, 4), torch.zeros(4)).numel() == 0
+assert extension_cpp.my_op(torch.ones(2), 0.5).tolist() == [0.5, 0.5]
+from extension_cpp import add_one
+assert add_one(torch.zeros(0, 4)).numel() == 0
 assert "torch._dynamo" not in sys.modules
 print(extension_cpp._loader.libraries["_C"], extension_cpp.load_errors, *started, sep="\\n")
 """
-QUICK = {"DEBUG": "1"}  # Without optimisation, as what these tests look at doesn't depend on it.
 
 
 def test_a_checkout_that_was_not_compiled(sources, cache):
     """Imports, says what to do where an operator is asked for, and compiles what has changed and nothing else."""
-    said = python("import extension_cpp\nextension_cpp.mymuladd", cache, sources).stderr
+    said = python("import extension_cpp\nextension_cpp.my_op", cache, sources).stderr
     assert "ImportError: extension_cpp could not load its library _C" in said and "extension_cpp.jit.load()" in said
-    assert "ImportError: extension_cpp could not" in python("from extension_cpp import mymul", cache, sources).stderr
+    assert "ImportError: extension_cpp could not" in python("from extension_cpp import add_one", cache, sources).stderr
     first = python(LOAD, cache, sources, **QUICK)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert {"muladd.cpp", "signature.cpp", "_C.so"} == set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
+    assert {"add_one.cpp", "signature.cpp", "_C.so"} == set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
     second = python(LOAD, cache, sources, **QUICK)
     assert second.stderr == "" and second.stdout == first.stdout
     # A load from the cache is quick: it imports no compiler of PyTorch, and starts nothing but ninja, which has no work.
     _, errors, *started = second.stdout.splitlines()
     assert errors == "{}" and len(started) <= 3 and {Path(name).name for name in started} <= {"ninja", "uname"}
-    with (sources / "csrc" / "muladd.cpp").open("a") as file:
+    with (sources / "csrc" / "add_one.cpp").open("a") as file:
         file.write("// more\n")
     again = python(LOAD, cache, sources, **QUICK)
-    assert re.findall(r"compiled (\S+),", again.stderr) == ["muladd.cpp", "_C.so"]
+    assert re.findall(r"compiled (\S+),", again.stderr) == ["add_one.cpp", "_C.so"]
     flags = python(LOAD, cache, sources, **QUICK, CXXFLAGS="-g1")
     assert flags.returncode == 0 and flags.stdout.splitlines()[0] != first.stdout.splitlines()[0]
 
@@ -109,7 +110,7 @@ def test_in_place_of_a_compiled_build(sources, cache):
     with pytest.raises(RuntimeError, match=r"registered by .*_C.*, and a process can .* EXTENSION_CPP_JIT=1 before"):
         jit.load()
     inside = "import extension_cpp, torch\nprint(extension_cpp._loader.libraries['_C'])"
-    a = "print(extension_cpp.mymul(torch.ones(1), torch.ones(1)).item())"
+    a = "print(extension_cpp.my_op(torch.ones(1), 1.0).item())"
     assert python(f"{inside}\n{a}", cache, sources).stdout.startswith(f"{sources}/extension_cpp/_C")
     replaced = python(f"{inside}\n{a}", cache, sources, EXTENSION_CPP_JIT="1", **QUICK)
     assert replaced.stdout.startswith(str(cache)) and replaced.stdout.endswith("1.0\n"), replaced.stderr
@@ -200,6 +201,7 @@ def test_two_processes_at_once(tmp_path):
 def test_changed_after_it_was_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", environment(tmp_path)["PATH"])
+    monkeypatch.setenv("DEBUG", QUICK["DEBUG"])
     source = tmp_path / "nothing.cpp"
     source.write_text('extern "C" int nothing() { return 0; }\n')
     jit.load(source)

@@ -28,7 +28,26 @@ OPERATORS = {
     "scale_and_shift_by_what_is_optional_or": ("cpp", "optional"),
     "positive": ("cpp", "data-dependent"),
 }
-OPERATORS |= {f"t{i}": ("triton", shape) for i, shape in enumerate(op.SHAPES)}
+OPERATORS |= {"in_triton": ("triton", op.SHAPES[0])}
+
+NAMES = {
+    "Scale-It": "be in snake_case, of at most 40 characters, got 'Scale-It': try NAME=scale_it",
+    "scaleIt": "be in snake_case, of at most 40 characters, got 'scaleIt': try NAME=scale_it",
+    "2d": "be in snake_case, of at most 40 characters, got '2d': try NAME=d",
+    "_private": "be in snake_case, of at most 40 characters, got '_private': try NAME=private",
+    "größe": "be in snake_case, of at most 40 characters, got 'größe': try NAME=gr_e",
+    "": "be in snake_case, of at most 40 characters, got '': try NAME=my_op",
+    "x" * 41: f"be in snake_case, of at most 40 characters, got '{'x' * 41}': try NAME={'x' * 40}",
+    "lambda": "not be a word of Python, got 'lambda': try NAME=my_lambda",
+    "scale": "not be taken, as by benchmarks/bench_scale.py, got 'scale': try NAME=my_scale",
+    "contract": "not be taken, as by tests/test_contract.py, got 'contract': try NAME=my_contract",
+    "report": f"not be taken, as by {NAME}/doctor/report.py, got 'report': try NAME=my_report",
+    "triton": f"not be taken, as by {NAME}/triton, got 'triton': try NAME=my_triton",
+    "grad": "not be taken, as by another name in the code, got 'grad': try NAME=my_grad",
+    "double": "not be a word of C++, got 'double': try NAME=my_double",
+    "input": "not be taken, as by another name in the code, got 'input': try NAME=my_input",
+}
+"""Names that an operator can't have, and why."""
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -54,6 +73,14 @@ class Checkout:
         )
         assert (done.returncode != 0) == fails, done.stdout[-8000:] + done.stderr[-4000:]
         return done.stdout + done.stderr
+
+    def run_code(self, code: str) -> str:
+        """In one process, which imports what it needs once."""
+        (self.path / "run_code.py").write_text(code)
+        try:
+            return self.run("run_code")
+        finally:
+            (self.path / "run_code.py").unlink()
 
     def build(self, **variables: str) -> None:
         variables = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0+PTX", **variables}  # One is quick.
@@ -84,7 +111,7 @@ def generate(original: Path, path: Path, name: str = NAME) -> Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(original, tmp_path_factory) -> Checkout:
-    """A distribution with an operator of each kind and shape, built."""
+    """A distribution with an operator of each shape, and one in Triton, built."""
     made = generate(original, tmp_path_factory.mktemp("made") / NAME)
     made.run("templates.op", "remove", made_by.EXAMPLE)
     made.before = contents(made.path)
@@ -114,7 +141,7 @@ class TestDistribution:
         left_out = {"docs", "examples", "CONTRIBUTING.md", "copier.yml", "~[ _copier_conf.answers_file ]~"}
         assert there - here == left_out and here - there == {".copier-answers.yml"}
 
-    @pytest.mark.parametrize("name", ["ops", "a_distribution_of_20"])
+    @pytest.mark.parametrize("name", ["a_distribution_of_20", pytest.param("ops", marks=pytest.mark.long)])
     def test_style_whatever_the_name(self, original, tmp_path, name):
         generate(original, tmp_path / name, name).lint()
 
@@ -135,6 +162,7 @@ class TestDistribution:
             generate(original, tmp_path / "made", name)
         assert not (tmp_path / "made").exists()
 
+    @pytest.mark.long
     def test_update(self, original, tmp_path):
         """What became better there comes here; what was changed here stays, the example that was taken out is not back."""
         template = tmp_path / "template"
@@ -212,11 +240,11 @@ class TestAdd:
         native, in_triton = (
             [f"tests/test_{name}.py" for name in names if OPERATORS[name][0] == kind] for kind in op.KINDS
         )
-        parallel = (*quiet, "--quick", "-n", "2", "--dist", "loadfile")
-        said = checkout.run(*parallel, *native)
-        assert int(re.search(r"(\d+) passed", said)[1]) > 20 * len(native)
+        if native:
+            said = checkout.run(*quiet, *native)
+            assert int(re.search(r"(\d+) passed", said)[1]) > 40 * len(native)
         if find_spec("triton"):
-            said = checkout.run(*parallel, "-k", "triton", *in_triton)
+            said = checkout.run(*quiet, "-k", "cpu-triton", *in_triton)
             assert int(re.search(r"(\d+) passed", said)[1]) >= 3 * len(in_triton)
 
     def test_contract(self, checkout):
@@ -224,26 +252,36 @@ class TestAdd:
         self.contract(checkout, [name for name, (_, shape) in OPERATORS.items() if shape == op.SHAPES[0]])
 
     @pytest.mark.long
-    def test_contract_of_all(self, checkout):
-        """As a user compiles them."""
+    def test_contract_of_all(self, checkout, monkeypatch):
+        """Of every shape in either kind, as a user compiles them."""
+        others = {f"t{i}": ("triton", shape) for i, shape in enumerate(op.SHAPES[1:])}
+        monkeypatch.setattr(sys.modules[__name__], "OPERATORS", {**OPERATORS, **others})
+        for name, (kind, shape) in others.items():
+            checkout.run("templates.op", "add", name, "--kind", kind, "--shape", shape)
         checkout.build()
+        checkout.lint()
         self.contract(checkout, OPERATORS)
+        for name in others:
+            checkout.run("templates.op", "remove", name)
+        checkout.build(DEBUG="1", USE_CUDA="0")
 
     def test_check(self, checkout):
         """`make check`: the contract of the operator alone and its times, or the first failure; nothing is saved."""
         before = contents(checkout.path)
         variables = {"DEBUG": "1", "USE_CUDA": "0"}
-        said = checkout.run("templates.check", "t0", **variables)
+        said = checkout.run("templates.check", "in_triton", **variables)
         assert "ninja: no work to do." in said and int(re.search(r"(\d+) passed", said)[1]) >= 20
         assert (
-            re.search(r"t0 +│ forward, float32, 2\^20, one thread", said)
-            and f"pytest {Path('tests/test_t0.py')}" in said
+            re.search(r"in_triton +│ forward, float32, 2\^20, one thread", said)
+            and "pytest tests/test_in_triton.py" in said
         )
-        formula = checkout.path / NAME / "triton" / "t0.py"
+        formula = checkout.path / NAME / "triton" / "in_triton.py"
         written = formula.read_text()
         formula.write_text(written.replace("input * scalar_arg\n", "input * scalar_arg + 1\n"))
-        said = checkout.run("templates.check", "t0", **variables, fails=True)
-        assert "FAILED tests/test_t0.py::TestT0::test_parity[cpu-triton-" in said and "one thread" not in said
+        said = checkout.run("templates.check", "in_triton", **variables, fails=True)
+        assert (
+            "FAILED tests/test_in_triton.py::TestInTriton::test_parity[cpu-triton-" in said and "one thread" not in said
+        )
         formula.write_text(written)
         assert contents(checkout.path) == before
 
@@ -265,33 +303,25 @@ for name in {[name for name, (kind, _) in OPERATORS.items() if kind == "cpp"]}: 
     case = next(cases(name, "cpu"))
     harness.verify(case, case.inputs())
 """
-        (checkout.path / "verify.py").write_text(verify)
-        checkout.run("verify")
-        (checkout.path / "verify.py").unlink()
+        checkout.run_code(verify)
 
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("Scale-It", "be in snake_case, of at most 40 characters, got 'Scale-It': try NAME=scale_it"),
-            ("scaleIt", "be in snake_case, of at most 40 characters, got 'scaleIt': try NAME=scale_it"),
-            ("2d", "be in snake_case, of at most 40 characters, got '2d': try NAME=d"),
-            ("_private", "be in snake_case, of at most 40 characters, got '_private': try NAME=private"),
-            ("größe", "be in snake_case, of at most 40 characters, got 'größe': try NAME=gr_e"),
-            ("", "be in snake_case, of at most 40 characters, got '': try NAME=my_op"),
-            ("x" * 41, f"be in snake_case, of at most 40 characters, got '{'x' * 41}': try NAME={'x' * 40}"),
-            ("lambda", "not be a word of Python, got 'lambda': try NAME=my_lambda"),
-            ("scale", "not be taken, as by benchmarks/bench_scale.py, got 'scale': try NAME=my_scale"),
-            ("contract", "not be taken, as by tests/test_contract.py, got 'contract': try NAME=my_contract"),
-            ("report", f"not be taken, as by {NAME}/doctor/report.py, got 'report': try NAME=my_report"),
-            ("triton", f"not be taken, as by {NAME}/triton, got 'triton': try NAME=my_triton"),
-            ("grad", "not be taken, as by another name in the code, got 'grad': try NAME=my_grad"),
-            ("double", "not be a word of C++, got 'double': try NAME=my_double"),
-            ("input", "not be taken, as by another name in the code, got 'input': try NAME=my_input"),
-        ],
-    )
-    def test_names(self, checkout, name, message):
+    def test_names(self, checkout):
+        """One as the command says it, all others in one process."""
         before = contents(checkout.path)
+        name, message = next(iter(NAMES.items()))
         assert f"templates.op: NAME must {message}" in checkout.run("templates.op", "add", name, fails=True)
+        ask = f"""
+import json
+from templates import op
+for name in {[*NAMES]}:
+    try:
+        op.add(name, "cpp", "one-output")
+        print()
+    except SystemExit as error:
+        print(error)
+"""
+        said = checkout.run_code(ask).splitlines()
+        assert said == [f"templates.op: NAME must {message}" for message in NAMES.values()]
         assert contents(checkout.path) == before
 
     def test_operators_that_are_checked(self):
@@ -331,7 +361,8 @@ class TestRemove:
         """There and back; in between it is what `make op` writes under the other name."""
         before = contents(checkout.path)
         said = checkout.run("templates.op", "rename", "scale", "--to", "multiplied_by_a_number")
-        assert f"{NAME}/ops/multiplied_by_a_number.py" in said and not list(checkout.path.rglob("*scale.*"))
+        assert f"{NAME}/ops/multiplied_by_a_number.py" in said
+        assert not [path for path in contents(checkout.path) if re.search(r"(^|_)scale\.", path.name)]
         written = checkout.path / "tests" / "test_multiplied_by_a_number.py"
         assert "class TestMultipliedByANumber(Contract)" in written.read_text()
         same = "from templates.op import *; files = render('multiplied_by_a_number', 'cpp', 'one-output')"
@@ -360,8 +391,9 @@ class TestRemove:
         checkout.run("benchmarks.report")
         assert (checkout.path / "benchmarks" / "pictures" / "scale-speed.svg").exists()
         (checkout.path / "csrc" / "positive.cpp").open("a").write("// Mine.\n")
-        for name in OPERATORS:
-            checkout.run("templates.op", "remove", name, *(["--force"] if name == "positive" else []))
+        checkout.run("templates.op", "remove", "positive", "--force")
+        names = [name for name in OPERATORS if name != "positive"]
+        checkout.run_code(f"from templates import op\nfor name in {names}:\n    op.remove(name, False)\n")
         after = contents(checkout.path)
         assert {path for path in {*after, *checkout.before} if after.get(path) != checkout.before.get(path)} == set()
 
