@@ -64,7 +64,7 @@ def runs_on(architectures: Iterable[str], gpu: tuple[int, int]) -> tuple[bool, b
 
 
 def architectures(gpus: Iterable[tuple[int, int]], without: str = "all") -> tuple[list[str], str]:
-    """What to compile for, as TORCH_CUDA_ARCH_LIST has it, and why. By default these GPUs; `without` them, what that says."""
+    """What to compile for, as TORCH_CUDA_ARCH_LIST has it, and why: these GPUs, or `without` if there are none."""
     wanted, why = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip(), "as the environment says"
     if not wanted:
         there = sorted({gpu for gpu in gpus if gpu >= (7, 5)})  # CUDA 13 compiles for no older one.

@@ -67,6 +67,7 @@ def load(compile_package: Callable[[], dict[str, str]]) -> None:
 
 
 def load_installed(torch) -> None:
+    """Load the compiled libraries next to this file, and enter them in `libraries` or what is wrong in `load_errors`."""
     try:
         for library in FOLDER.glob("_C.*"):
             check_complete(library)
