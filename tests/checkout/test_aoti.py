@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +13,17 @@ from clones import ROOT
 import extension_cpp
 
 EXAMPLE = ROOT / "examples" / "aoti"
+PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 LIBRARIES = [str(path) for path in extension_cpp._loader.libraries.values()]
 
 
 def run(*command: object, **variables: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    env = {**os.environ, "PATH": PATH, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not shutil.which("cmake"), reason="no cmake")
+@pytest.mark.skipif(not shutil.which("cmake", path=PATH), reason="cmake is not installed")
 def test_every_operator_without_python(tmp_path):
     model, device = tmp_path / "model.pt2", "cuda" if torch.cuda.is_available() else "cpu"
     source = (EXAMPLE / "export.py").read_text()

@@ -1,0 +1,59 @@
+"""The operators in programs that run without this package: as PyTorch's own operators, and in ONNX."""
+
+from collections.abc import Callable
+from typing import Any
+
+from extension_cpp.ops import _backends
+
+
+def decompositions() -> dict[Any, Callable]:
+    """What each operator is in PyTorch's own operators, for ``torch.export.ExportedProgram.run_decompositions``.
+
+    Returns:
+        Overload to its reference: a table as PyTorch's own ones, for `make_fx` and compilers of models too. The operators
+        that :func:`onnx_translations` has are not in it, as what they compute depends on values: they stay as they are.
+
+    A size of time or of a loop, as `T` of :func:`convrnn_forward`, is unrolled, and must not be dynamic.
+
+    Raises:
+        RuntimeError: from ``run_decompositions``, if a reference of an operator can't be traced; it names the operator.
+
+    Example:
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, a, b):
+        ...         return extension_cpp.mymul(a, b)
+        >>> program = torch.export.export(Model(), (torch.ones(3), torch.ones(3)))
+        >>> program = program.run_decompositions(extension_cpp.decompositions())
+        >>> [node.target for node in program.graph.nodes if node.op == "call_function"]
+        [<OpOverload(op='aten.mul', overload='Tensor')>]
+    """
+    found: dict[Any, Callable] = {}
+    for operator in _backends.operators.values():
+        if operator.declared.onnx is None:
+            operator.show_exporters()
+            found |= {getattr(operator.packet, name): operator.decomposition for name in operator.packet.overloads()}
+    return found
+
+
+def onnx_translations() -> dict[Any, Callable]:
+    """What the operators that :func:`decompositions` leaves are in ONNX: `custom_translation_table` of ``torch.onnx.export``.
+
+    Returns:
+        Overload to a function on onnxscript's operators. `nms`, `batched_nms` and `nms_padded` become
+        `NonMaxSuppression`, with the same result to the last tie if the runtime compares with the threshold as onnxruntime
+        does, by "greater", and rounds each operation to float32.
+
+    Raises:
+        RuntimeError: from ``torch.onnx.export``, if ONNX has no such operator: for float64 boxes, and for a threshold that is
+            below zero or not a constant.
+
+    Example:
+        >>> program = torch.export.export(model, args).run_decompositions(extension_cpp.decompositions())
+        >>> torch.onnx.export(program, f="model.onnx", custom_translation_table=extension_cpp.onnx_translations())
+    """
+    return {
+        getattr(operator.packet, name): operator.declared.onnx
+        for operator in _backends.operators.values()
+        if operator.declared.onnx
+        for name in operator.packet.overloads()
+    }
