@@ -85,13 +85,13 @@ class TestBackends:
         json.dumps(told)
 
     def test_initialises_and_imports_nothing(self):
-        """Neither CUDA nor Triton nor the compiler, each of which takes longer than this package's import."""
+        """Neither CUDA nor Triton, the compiler or DTensor, each of which takes longer than this package's import."""
         done = python("""
 import torch
 before = set(sys.modules)
 import extension_cpp
 extension_cpp.backends()
-print({"triton", "torch._dynamo"} & (set(sys.modules) - before), torch.cuda.is_initialized())
+print({"triton", "torch._dynamo", "torch.distributed.tensor"} & (set(sys.modules) - before), torch.cuda.is_initialized())
 """)
         assert done.stdout.strip() == "set() False", done.stderr
 

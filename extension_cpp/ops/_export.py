@@ -11,9 +11,9 @@ def decompositions() -> dict[Any, Callable]:
 
     Returns:
         Overload to its reference: a table as PyTorch's own ones, for `make_fx` and compilers of models too. The operators
-        that :func:`onnx_translations` has are not in it, as what they compute depends on values: they stay as they are.
+        that :func:`onnx_translations` has are not in it, as their steps depend on values: they stay as they are.
 
-    A size of time or of a loop, as `T` of :func:`convrnn_forward`, is unrolled, and must not be dynamic.
+    A reference's loop over a dimension is unrolled, so that its size must not be dynamic.
 
     Raises:
         RuntimeError: from ``run_decompositions``, if a reference of an operator can't be traced; it names the operator.
@@ -39,13 +39,11 @@ def onnx_translations() -> dict[Any, Callable]:
     """What the operators that :func:`decompositions` leaves are in ONNX: `custom_translation_table` of ``torch.onnx.export``.
 
     Returns:
-        Overload to a function on onnxscript's operators. `nms`, `batched_nms` and `nms_padded` become
-        `NonMaxSuppression`, with the same result to the last tie if the runtime compares with the threshold as onnxruntime
-        does, by "greater", and rounds each operation to float32.
+        Overload to a function on onnxscript's operators.
 
     Raises:
-        RuntimeError: from ``torch.onnx.export``, if ONNX has no such operator: for float64 boxes, and for a threshold that is
-            below zero or not a constant.
+        RuntimeError: as the cause of an error from ``torch.onnx.export``, if ONNX can't express a call. It names operator and
+            argument.
 
     Example:
         >>> program = torch.export.export(model, args).run_decompositions(extension_cpp.decompositions())

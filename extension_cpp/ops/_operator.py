@@ -37,7 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _derivatives
+from extension_cpp.ops import _backends, _derivatives, _sharding
 from extension_cpp.ops._backends import fail
 
 if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
@@ -81,7 +81,10 @@ class operator:
     differentiable: bool = True
     """False for an operator whose results have no derivative."""
     independent: str = ""
-    """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call."""
+    """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call, and DTensor shards
+    along them."""
+    summed: str = ""
+    """Dimensions that a result is a sum over if it lacks them, "K": DTensor shards along them too, and sums the parts."""
     vmap: Callable | None = None
     """A rule of its own, as of torch.autograd.Function."""
     autocast: str = "promote"
@@ -293,7 +296,14 @@ class Operator:
         name = overload._name.removesuffix(".default")
 
         def fake(*args: Any) -> Any:
-            result = self.fake(*args)
+            _sharding.register(self, overload)
+            try:
+                result = self.fake(*args)
+            except RuntimeError as error:
+                if type(error).__name__ == "DynamicOutputShapeException":  # It says no more than the overload.
+                    why = "which fake tensors without symbolic sizes, and DTensor, can't have"
+                    error.args = (f"{self.name}: the size of the result depends on values, {why}",)
+                raise
             if backend is not None:
                 _backends.require(self.name, backend, args)
             return result

@@ -137,6 +137,9 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     :func:`nms_padded`. ``torch.compile(fullgraph=True)`` takes such a function where
     ``torch._dynamo.config.capture_dynamic_output_shape_ops`` is true.
 
+    In ONNX (:func:`extension_cpp.onnx_translations`) it is `NonMaxSuppression`, with the same result to the last tie in a
+    runtime that suppresses by "greater than", as onnxruntime does. Boxes of float64, and a threshold below zero, have none.
+
     Raises:
         RuntimeError: if a shape, dtype or device is not as above.
 
