@@ -19,13 +19,7 @@ def decompositions() -> dict[Any, Callable]:
         RuntimeError: from ``run_decompositions``, if a reference of an operator can't be traced; it names the operator.
 
     Example:
-        >>> class Model(torch.nn.Module):
-        ...     def forward(self, a, b):
-        ...         return extension_cpp.mymul(a, b)
-        >>> program = torch.export.export(Model(), (torch.ones(3), torch.ones(3)))
-        >>> program = program.run_decompositions(extension_cpp.decompositions())
-        >>> [node.target for node in program.graph.nodes if node.op == "call_function"]
-        [<OpOverload(op='aten.mul', overload='Tensor')>]
+        >>> program = torch.export.export(model, args).run_decompositions(extension_cpp.decompositions())
     """
     found: dict[Any, Callable] = {}
     for operator in _backends.operators.values():
