@@ -438,7 +438,8 @@ class Contract:
         """torch.export, then the decompositions: PyTorch's own operators alone, or one that has a translation to ONNX."""
         op = self.op
         dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in op.dtypes] or op.dtypes[:1]
-        samples = [self.smallest(self.small_samples(device, dtype)) for dtype in dtypes]
+        # Not a tensor without dimensions, whose elements PyTorch can't select by a mask here.
+        samples = [self.smallest(self.small_samples(device, dtype), 2) for dtype in dtypes]
 
         class Model(torch.nn.Module):
             def forward(self, samples: list[Args]) -> list[list[Tensor]]:
@@ -510,12 +511,11 @@ class Contract:
             map_tensors(lambda t: t if once(t).shape == t.shape else t.contiguous(), args) for args in islice(small, 8)
         ]
 
-    def smallest(self, samples: list[Args]) -> Args:
-        """Of those that have elements, for what takes a call an element."""
-        return min(
-            (args for args in samples if all(t.numel() for t in tensors(args))),
-            key=lambda args: sum(t.numel() for t in tensors(args)),
-        )
+    def smallest(self, samples: list[Args], least: int = 1) -> Args:
+        """Of those that have elements, for what takes a call an element; if there is one, with at least so many in each."""
+        fitting = [args for args in samples if all(t.numel() for t in tensors(args))]
+        larger = [args for args in fitting if all(t.numel() >= least for t in tensors(args))]
+        return min(larger or fitting, key=lambda args: sum(t.numel() for t in tensors(args)))
 
     def entries(self) -> list[Callable]:
         return [self.op.function, self.overload]

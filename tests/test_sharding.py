@@ -105,7 +105,8 @@ def choices(op: Case, args: Args) -> Iterator[tuple[Any, ...]]:
 def check(op: Case, args: Args, mesh: Any) -> None:
     """As without DTensor, for results and gradients."""
     differentiable = op.differentiable and op.operator.public  # Derivatives of derivatives are the reference's.
-    may = [i for i in op.operator.differentiable_arguments if differentiable and isinstance(args[i], Tensor)]
+    floating = [i for i in op.operator.differentiable_arguments if differentiable and i < len(args)]
+    may = [i for i in floating if isinstance(args[i], Tensor)]
     plain = [t.detach().clone().requires_grad_(i in may) if isinstance(t, Tensor) else t for i, t in enumerate(args)]
     want = run(op, op.function, tuple(plain))
     seeds = [ramp(t) for t in want]
