@@ -25,8 +25,9 @@ if _loader.libraries:
     from extension_cpp import nn, ops  # The schemas must be there first.
     from extension_cpp.ops import *  # noqa: F403
     from extension_cpp.ops._backends import backends, use_backend
+    from extension_cpp.ops._export import decompositions, onnx_translations
 
-    __all__ += ["backends", "nn", "ops", "use_backend", *ops.__all__]
+    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "ops", "use_backend", *ops.__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ shown to fail: test_contract.py runs them on operators that are broken on purpos
 
 from __future__ import annotations
 
+import importlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+import extension_cpp
 from extension_cpp import use_backend
 from extension_cpp.ops import _backends
 from extension_cpp.ops._signature import Signature
@@ -481,6 +484,27 @@ class Contract:
                     torch.testing.assert_close(got, want)
         return samples
 
+    def test_export(self, device):
+        """torch.export, then the decompositions: PyTorch's own operators alone, or one that has a translation to ONNX."""
+        op = self.op
+        dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in op.dtypes] or op.dtypes[:1]
+        # Not a tensor without dimensions, whose elements PyTorch can't select by a mask here.
+        samples = [self.smallest(self.small_samples(device, dtype), 2) for dtype in dtypes]
+
+        class Model(torch.nn.Module):
+            def forward(self, samples: list[Args]) -> list[list[Tensor]]:
+                return [run(op, op.function, map_tensors(torch.clone, args)) for args in samples]
+
+        program = torch.export.export(Model(), (samples,), strict=False)
+        program = program.run_decompositions(extension_cpp.decompositions())
+        used = {node.target for node in program.graph.nodes if node.op == "call_function"}
+        allowed = ("aten", "extension_cpp") if op.operator.declared.onnx else ("aten",)
+        others = {target for target in used if getattr(target, "namespace", "aten") not in allowed}
+        assert not others, f"left after the decompositions: {others}"
+        got = program.module()(samples)
+        want = [run(op, op.reference, map_tensors(clone, args)) for args in samples]
+        compare(got, want, "the exported program")
+
     def test_errors(self, device):
         """The documented error from the real and from the fake kernel, with all arguments left as they were.
 
@@ -537,12 +561,11 @@ class Contract:
             map_tensors(lambda t: t if once(t).shape == t.shape else t.contiguous(), args) for args in islice(small, 8)
         ]
 
-    def smallest(self, samples: list[Args]) -> Args:
-        """Of those that have elements, for what takes a call an element."""
-        return min(
-            (args for args in samples if all(t.numel() for t in tensors(args))),
-            key=lambda args: sum(t.numel() for t in tensors(args)),
-        )
+    def smallest(self, samples: list[Args], least: int = 1) -> Args:
+        """Of those that have elements, for what takes a call an element; if there is one, with at least so many in each."""
+        fitting = [args for args in samples if all(t.numel() for t in tensors(args))]
+        larger = [args for args in fitting if all(t.numel() >= least for t in tensors(args))]
+        return min(larger or fitting, key=lambda args: sum(t.numel() for t in tensors(args)))
 
     def entries(self) -> list[Callable]:
         return [self.op.function, self.overload]
@@ -814,6 +837,16 @@ def hint(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise AssertionError(f"{error}; {what}") from error
+
+
+def contracts() -> Iterator[Contract]:
+    """Of every operator, from the test modules next to this one."""
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        if path.name == "test_contract.py" or not re.search(r"^class \w+\(Contract\)", path.read_text(), re.MULTILINE):
+            continue
+        for member in vars(importlib.import_module(path.stem)).values():
+            if isinstance(member, type) and issubclass(member, Contract) and member is not Contract:
+                yield member()
 
 
 def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:

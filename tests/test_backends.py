@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,13 +85,13 @@ class TestBackends:
         json.dumps(told)
 
     def test_initialises_and_imports_nothing(self):
-        """Neither CUDA nor Triton nor the compiler, each of which takes longer than this package's import."""
+        """Neither CUDA nor Triton, the compiler or DTensor, each of which takes longer than this package's import."""
         done = python("""
 import torch
 before = set(sys.modules)
 import extension_cpp
 extension_cpp.backends()
-print({"triton", "torch._dynamo"} & (set(sys.modules) - before), torch.cuda.is_initialized())
+print({"triton", "torch._dynamo", "torch.distributed.tensor"} & (set(sys.modules) - before), torch.cuda.is_initialized())
 """)
         assert done.stdout.strip() == "set() False", done.stderr
 
@@ -310,6 +311,30 @@ assert seen == ["extension_cpp.add_one.triton"], seen
         y.sum().backward()
         assert graphs.seen == [["mymuladd.reference"], ["mymul_backward.reference"]]
         assert torch.equal(a.grad, b) and torch.equal(b.grad, a)
+
+    @needs_triton
+    def test_triton_kernels_name_what_they_call(self):
+        """Inductor writes the source of each function down, not the name that a kernel has for it."""
+        for operator in _backends.operators.values():
+            if operator.triton and operator.reference.__module__.startswith("extension_cpp.ops."):
+                function = getattr(import_module(f"extension_cpp.triton.{operator.stem}"), operator.name)
+                function.prepare()
+                for kernel in function.kernels:
+                    code, scope = kernel.plain.fn.__code__, kernel.plain.fn.__globals__
+                    called = {name: scope[name].fn.__name__ for name in code.co_names if hasattr(scope.get(name), "fn")}
+                    assert operator.name in called and all(name == own for name, own in called.items()), called
+
+    @needs_triton
+    def test_a_formula_whose_name_its_kernel_needs(self):
+        import triton
+
+        from extension_cpp.triton.elementwise import Kernel
+
+        def x(x):
+            return x
+
+        with pytest.raises(RuntimeError, match="x: its kernel has another use for that name"):
+            Kernel("x", triton.jit(x), ["x"], [], 1)
 
     @pytest.mark.slow
     def test_inductor_and_export(self, tmp_path):

@@ -78,6 +78,14 @@ class TestSymbols:
         }
         assert not others, f"{library.name} leaves to others: {others}"
 
+    def test_loads_without_python(self, library):
+        """A C++ program that binds all symbols at once has none of Python's."""
+        with library.open("rb") as stream:
+            symbols = [*elftools.ELFFile(stream).get_section_by_name(".dynsym").iter_symbols()]
+        bindings = {s.name: s["st_info"]["bind"] for s in symbols if re.fullmatch(r"_?Py\w+", s.name)}
+        needed = [name for name, bind in bindings.items() if bind != "STB_WEAK" and not name.startswith("PyInit_")]
+        assert not needed, f"{library.name} can't be loaded without Python's {needed}"
+
     def test_runtime_versions(self, library):
         """No newer C or C++ runtime is needed than the package asks for."""
         floors = declared_floors()

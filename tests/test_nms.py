@@ -378,3 +378,70 @@ class TestCuda:
                 results.append(extension_cpp.nms_padded(boxes, scores, 0.5)[0])
         torch.cuda.synchronize()
         assert all(torch.equal(got, want) for got in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "scores", "threshold"),
+    [
+        (torch.float32, torch.float32, 1 / 3),
+        (torch.float16, torch.int64, 0.0),
+        (torch.float32, torch.float64, torch.inf),
+    ],
+)
+def test_onnx(tmp_path, dtype, scores, threshold):
+    """NonMaxSuppression in onnxruntime keeps the same boxes, of any kind, in the same order."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+
+    class Model(torch.nn.Module):
+        def forward(self, boxes, scores, idxs):
+            one = extension_cpp.nms(boxes, scores, threshold), extension_cpp.batched_nms(boxes, scores, idxs, threshold)
+            padded = extension_cpp.nms_padded(boxes, scores, threshold)
+            return *one, *padded, *extension_cpp.nms_padded(boxes, scores, threshold, idxs)
+
+    generator = torch.Generator().manual_seed(0)
+
+    def arguments(n: int) -> tuple[Tensor, ...]:
+        boxes = torch.randint(0, 10, (n, 4), generator=generator).double()  # Some inverted, many that touch.
+        upright = torch.rand(n, generator=generator) < 0.7
+        boxes[upright, 2:] = boxes[upright, :2] + torch.randint(1, 4, (int(upright.sum()), 2), generator=generator)
+        values = torch.randint(0, 5, (n,), generator=generator).double()
+        if n % 2:
+            for special in (torch.nan, torch.inf, -torch.inf):
+                boxes[torch.rand(n, 4, generator=generator) < 0.03] = special
+                if scores.is_floating_point:
+                    values[torch.rand(n, generator=generator) < 0.1] = special
+        return boxes.to(dtype), values.to(scores), torch.randint(-1, 3, (n,), generator=generator)
+
+    n = torch.export.Dim("n", min=0, max=2**30)
+    program = torch.export.export(Model(), arguments(40), dynamic_shapes=({0: n},) * 3)
+    program = program.run_decompositions(extension_cpp.decompositions())
+    onnx = torch.onnx.export(program, custom_translation_table=extension_cpp.onnx_translations(), verbose=False)
+    onnx.save(tmp_path / "nms.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "nms.onnx")
+    names = [value.name for value in session.get_inputs()]
+    for size in range(60):
+        args = arguments(size)
+        got = session.run(None, dict(zip(names, (t.numpy() for t in args))))
+        for result, want in zip(got, Model()(*args), strict=True):
+            assert torch.equal(torch.from_numpy(result), want), args
+
+
+@pytest.mark.parametrize(
+    ("boxes", "threshold", "message"),
+    [
+        (torch.rand(3, 4).double(), 0.5, "nms: boxes must be float16, bfloat16 or float32 in ONNX, .* got float64"),
+        (torch.rand(3, 4), -0.5, "nms: iou_threshold must be a constant of at least 0 in ONNX, got -0.5"),
+    ],
+)
+def test_what_onnx_has_not(boxes, threshold, message):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+    class Model(torch.nn.Module):
+        def forward(self, boxes):
+            return extension_cpp.nms(boxes, boxes[:, 0], threshold)
+
+    with pytest.raises(torch.onnx.errors.OnnxExporterError, match=message):
+        torch.onnx.export(
+            Model(), (boxes,), custom_translation_table=extension_cpp.onnx_translations(), verbose=False, dynamo=True
+        )

@@ -24,7 +24,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from extension_cpp.ops import _backends
+from extension_cpp.ops import _backends, _sharding
 from extension_cpp.ops._backends import fail
 
 
@@ -236,6 +236,15 @@ class Once(torch.autograd.Function):
 
 def _derivative_of_reference(operator: Any, *args: Any) -> Any:
     """The gradients that autograd has of the reference, differentiable themselves."""
+    if not _sharding.is_sharded(args):
+        return _differentiate_reference(operator, *args)
+    try:
+        return _differentiate_reference(operator, *args)
+    except RuntimeError:  # DTensor has no rule for one of PyTorch's operators in it.
+        return _sharding.on_each_device(partial(_differentiate_reference, operator), args)
+
+
+def _differentiate_reference(operator: Any, *args: Any) -> Any:
     results = len(operator.schema.returns)
     grads, inputs = args[:results], list(args[results:])
     again = torch.is_grad_enabled()
@@ -275,7 +284,7 @@ def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
         i = operator.names.index(argument.name)
         if i in batched:
             dims = batched[i].dim() - (in_dims[i] is not None)
-            patterns[i] = next((p for p in argument.patterns if p.pack or len(p.sizes) == dims), argument.patterns[0])
+            patterns[i] = operator.signature.pattern_of(argument, dims)
     if operator.signature.elementwise:
         moved = batch_first([in_dims[i] for i in batched], *batched.values())
         if not operator.signature.broadcasts:

@@ -37,7 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _derivatives
+from extension_cpp.ops import _backends, _derivatives, _sharding
 from extension_cpp.ops._backends import fail
 
 if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
@@ -82,7 +82,10 @@ class operator:
     """False for an operator whose results have no derivative; "once" if its gradients have none: then asking for a second
     derivative raises an error, where a formula that can't be differentiated would give a wrong one."""
     independent: str = ""
-    """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call."""
+    """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call, and DTensor shards
+    along them."""
+    summed: str = ""
+    """Dimensions that a result is a sum over if it lacks them, "K": DTensor shards along them too, and sums the parts."""
     vmap: Callable | None = None
     """A rule of its own, as of torch.autograd.Function."""
     autocast: str = "promote"
@@ -90,6 +93,8 @@ class operator:
     own, "float32", or "" for nothing."""
     filled: dict[str, Callable] = field(default_factory=dict)
     """Arguments of the schema that the public function doesn't have: name to a function of the first tensor."""
+    onnx: Callable | None = None
+    """What the operator is in ONNX, of onnxscript's operators, where the reference can't be traced: it asks for values."""
     triton: bool = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name."""
     public: bool = True
@@ -134,6 +139,7 @@ class Operator:
         self.differentiable = bool(declared.differentiable) and not self.written
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
+        self.shown: set[str] = set()
         self._complete(self.default, None)
         self._choose_kernels()
         self.function = self._make_function()
@@ -172,6 +178,13 @@ class Operator:
             return dtypes(described[name].like) if described[name].like else described[name].dtypes
 
         return [i for i in self.tensors if all(dtype.is_floating_point for dtype in dtypes(self.names[i]))]
+
+    def decomposition(self, *args: Any) -> Any:
+        """The reference, as what traces an operator into others calls it."""
+        try:
+            return self.reference(*args)
+        except RuntimeError as error:  # torch's of a value that isn't known yet is one too.
+            fail(self.name, f"its reference can't be traced into PyTorch's own operators: {error}")
 
     # The public function.
 
@@ -286,7 +299,14 @@ class Operator:
         name = overload._name.removesuffix(".default")
 
         def fake(*args: Any) -> Any:
-            result = self.fake(*args)
+            _sharding.register(self, overload)
+            try:
+                result = self.fake(*args)
+            except RuntimeError as error:
+                if type(error).__name__ == "DynamicOutputShapeException":  # It says no more than the overload.
+                    why = "which fake tensors without symbolic sizes, and DTensor, can't have"
+                    error.args = (f"{self.name}: the size of the result depends on values, {why}",)
+                raise
             if backend is not None:
                 _backends.require(self.name, backend, args)
             return result
@@ -409,6 +429,9 @@ class Operator:
         known = {Tensor, FunctionalTensor, FakeTensor}
 
         def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if _is_decomposed(op):
+                with mode:
+                    return self.decomposition(*args, **(kwargs or {}))
             from torch.export._trace import (
                 custom_triton_ops_decomposition_disabled,
             )  # Which imports all of the compiler.
@@ -427,6 +450,23 @@ class Operator:
 
         name = overload._name.removesuffix(".default")
         torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_library)
+        self.shown.add(name)
+
+    def show_exporters(self) -> None:
+        """Decompose the operator before its reference's writes, and its own, are made functional: then they are too."""
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+        def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not _is_decomposed(op):
+                return mode.__torch_dispatch__(op, types, args, kwargs)
+            with mode:
+                return self.decomposition(*args, **(kwargs or {}))
+
+        for overload in self.packet.overloads():
+            name = f"{self.qualified}.{overload}".removesuffix(".default")
+            if name not in self.shown:
+                torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_library)
+                self.shown.add(name)
 
     def all_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """With the defaults of arguments that the dispatcher left out."""
@@ -438,6 +478,16 @@ def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+
+
+def _is_decomposed(overload: Any) -> bool:
+    """Whether what traces now has a decomposition for an operator, as run_decompositions was given one."""
+    from torch.fx.experimental import proxy_tensor
+
+    tracer = proxy_tensor.get_proxy_mode()
+    table = getattr(tracer, "decomposition_table", None)
+    # Up to torch 2.12 the table is there.
+    return overload in (getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {}) if table is None else table)
 
 
 @cache

@@ -185,6 +185,11 @@ class Signature:
         """Whether the size of a result depends on values."""
         return any("?" in result.pattern.sizes for result in self.results)
 
+    @staticmethod
+    def pattern_of(argument: Argument, dims: int) -> Pattern:
+        """Of the alternatives, the one that a tensor of so many dimensions has."""
+        return next((p for p in argument.patterns if p.pack or len(p.sizes) == dims), argument.patterns[0])
+
     def tensors(self, args: Sequence[Any]) -> Iterator[tuple[Argument, Any]]:
         for argument in self.arguments:
             at = self.positions[argument.name]

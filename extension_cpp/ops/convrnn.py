@@ -75,7 +75,7 @@ def convrnn_forward(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-@operator(independent="B", autocast="lower", public=False)
+@operator(independent="B", summed="B", autocast="lower", public=False)
 def convrnn_backward(
     grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:

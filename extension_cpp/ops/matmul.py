@@ -37,6 +37,7 @@ def _backward(grad: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor 
     backward=_backward,
     saved_for={"a": "b", "b": "a"},
     independent="M N",
+    summed="K",
     autocast="lower",
     filled={"allow_tf32": _allows_tf32},
 )

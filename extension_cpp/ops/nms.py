@@ -1,8 +1,12 @@
 """nms, batched_nms and nms_padded: greedy non-maximum suppression of axis-aligned boxes."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from extension_cpp.ops._backends import fail
 from extension_cpp.ops._operator import operator
 
 __all__ = ["batched_nms", "nms", "nms_padded"]
@@ -35,7 +39,74 @@ def _suppress_by_class(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshol
     return order[keep[order]]
 
 
-@operator(differentiable=False, autocast="float32")
+def _in_onnx(op: str, boxes: Any, scores: Any, iou_threshold: float, idxs: Any) -> Any:
+    """The kept boxes by NonMaxSuppression, which knows float32 alone, no order of equal scores, and no inverted boxes."""
+    from onnxscript import opset18 as onnx
+    from onnxscript.ir import DataType
+
+    if boxes.dtype == DataType.DOUBLE:
+        fail(
+            op,
+            "boxes must be float16, bfloat16 or float32 in ONNX, whose NonMaxSuppression has no float64; got float64",
+        )
+    if not isinstance(iou_threshold, float | int) or iou_threshold < 0:
+        fail(op, f"iou_threshold must be a constant of at least 0 in ONNX, got {iou_threshold}")
+    # An IoU in float32 is greater than the threshold if it is greater than the next float32 below that.
+    limit = torch.tensor(min(iou_threshold, 1.0) if iou_threshold == iou_threshold else 1.0, dtype=torch.float32)
+    if limit.item() > iou_threshold:
+        limit = limit.nextafter(torch.tensor(-math.inf))
+
+    def argsort(values: Any, n: Any, largest: int) -> Any:
+        return onnx.TopK(values, n, axis=0, largest=largest, sorted=1)[1]  # Of equal values the first index first.
+
+    n = onnx.Shape(scores, start=0, end=1)
+    if scores.dtype.is_floating_point():  # NaN first, which TopK has no place for.
+        wide = scores if scores.dtype == DataType.DOUBLE else onnx.Cast(scores, to=DataType.FLOAT)
+        nan = onnx.IsNaN(wide)
+        order = argsort(onnx.Where(nan, onnx.CastLike(onnx.Constant(value_float=0.0), wide), wide), n, 1)
+        order = onnx.Gather(order, argsort(onnx.Gather(onnx.Cast(nan, to=DataType.INT64), order), n, 1))
+    else:
+        order = argsort(onnx.Cast(scores, to=DataType.INT64), n, 1)
+    # By their places in the order, from n down to 1, no two boxes have the same score.
+    places = onnx.Cast(onnx.Range(onnx.Squeeze(n), 0, -1), to=DataType.FLOAT)
+    low, high = onnx.Split(onnx.Gather(onnx.Cast(boxes, to=DataType.FLOAT), order), axis=1, num_outputs=2)
+    # An inverted box overlaps nothing, as an empty one. NonMaxSuppression would turn it.
+    boxes = onnx.Unsqueeze(onnx.Concat(low, onnx.Max(low, high), axis=1), [0])
+    places = onnx.Unsqueeze(places, [0, 1])
+    if idxs is not None:  # Each class has a row, in which the boxes of others score nothing.
+        idxs = onnx.Gather(onnx.Cast(idxs, to=DataType.INT64), order)
+        classes = onnx.Unique(idxs, sorted=1)[0]
+        members = onnx.Equal(onnx.Unsqueeze(classes, [1]), onnx.Unsqueeze(idxs, [0]))
+        places = onnx.Where(onnx.Unsqueeze(members, [0]), places, onnx.Constant(value_float=0.0))
+    found = onnx.NonMaxSuppression(
+        boxes, places, n, onnx.Constant(value_float=limit.item()), onnx.Constant(value_float=0.5)
+    )
+    kept = onnx.Squeeze(onnx.Slice(found, [2], [3], [1]), [1])
+    if idxs is not None:  # They come class by class.
+        kept = onnx.TopK(kept, onnx.Shape(kept), axis=0, largest=0, sorted=1)[0]
+    return onnx.Gather(order, kept)
+
+
+def _nms_in_onnx(boxes, scores, iou_threshold: float):
+    return _in_onnx("nms", boxes, scores, iou_threshold, None)
+
+
+def _batched_nms_in_onnx(boxes, scores, idxs, iou_threshold: float):
+    return _in_onnx("batched_nms", boxes, scores, iou_threshold, idxs)
+
+
+def _nms_padded_in_onnx(boxes, scores, iou_threshold: float, idxs=None):
+    from onnxscript import opset18 as onnx
+
+    keep = _in_onnx("nms_padded", boxes, scores, iou_threshold, idxs)
+    count = onnx.Size(keep)
+    missing = onnx.Sub(onnx.Shape(scores), onnx.Shape(keep))
+    return onnx.Pad(
+        keep, onnx.Concat(onnx.Constant(value_ints=[0]), missing, axis=0), onnx.Constant(value_int=-1)
+    ), count
+
+
+@operator(differentiable=False, autocast="float32", onnx=_nms_in_onnx)
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     r"""Greedy non-maximum suppression: the boxes that no box of a higher score overlaps too much.
 
@@ -66,6 +137,9 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     :func:`nms_padded`. ``torch.compile(fullgraph=True)`` takes such a function where
     ``torch._dynamo.config.capture_dynamic_output_shape_ops`` is true.
 
+    In ONNX (:func:`extension_cpp.onnx_translations`) it is `NonMaxSuppression`, with the same result to the last tie in a
+    runtime that suppresses by "greater than", as onnxruntime does. Boxes of float64, and a threshold below zero, have none.
+
     Raises:
         RuntimeError: if a shape, dtype or device is not as above.
 
@@ -79,7 +153,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     return _suppress(boxes, scores, iou_threshold)
 
 
-@operator(differentiable=False, autocast="float32")
+@operator(differentiable=False, autocast="float32", onnx=_batched_nms_in_onnx)
 def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
     r"""Non-maximum suppression of each class on its own.
 
@@ -106,7 +180,7 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
     return _suppress_by_class(boxes, scores, idxs, iou_threshold)
 
 
-@operator(differentiable=False, autocast="float32")
+@operator(differentiable=False, autocast="float32", onnx=_nms_padded_in_onnx)
 def nms_padded(
     boxes: Tensor, scores: Tensor, iou_threshold: float, idxs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ dimensions once those that lie behind one another in every operand are merged. O
 """
 
 import linecache
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -58,12 +59,17 @@ class Kernel:
             lines.append(f"    {tensor}_value = tl.load({tensor} + offsets(at, size0, size1, {strides}, DIMS), inside)")
         values = [f"value{i}" for i in range(results)]
         lines.append(f"    wide = widen({tensors[0]}_value)")
-        lines.append(f"    {', '.join(values)} = {name}_formula({', '.join(given[a] for a in formula.arg_names)})")
+        # By its own name, under which Inductor writes down what a kernel calls.
+        if name in re.findall(r"\w+", "\n".join(lines)) or hasattr(globals().get(name), "fn"):
+            _backends.fail(
+                name, "its kernel has another use for that name; give the formula one, and its operator in op="
+            )
+        lines.append(f"    {', '.join(values)} = {name}({', '.join(given[a] for a in formula.arg_names)})")
         lines += [f"    tl.store(out{i} + at, value{i}.to({tensors[0]}_value.dtype), inside)" for i in range(results)]
         source = "\n".join(lines) + "\n"
         file = f"<{name}_kernel of extension_cpp.triton>"
         linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
-        scope = {**globals(), f"{name}_formula": formula}
+        scope = {**globals(), name: formula}
         if _backends.interpreted:  # Which wants to see triton.language next to each function.
             formula.fn.__globals__.setdefault("tl", tl)
         exec(compile(source, file, "exec"), scope)
