@@ -33,6 +33,7 @@ NOT_OF_A_BUILD = (
     "test_autocast",
     "test_compile_for_any_size",
     "test_dispatch_modes",
+    "test_export",
     "test_forward_mode",
     "test_gradcheck",
     "test_non_tensors",

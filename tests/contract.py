@@ -49,6 +49,7 @@ OF_KERNELS = {
     "test_opcheck",
     "test_gradcheck",
     "test_compile_for_any_size",
+    "test_export",
 }
 """Checks that the backend "reference" has no part in: it is PyTorch's operators, and its registration is that of all."""
 
