@@ -1,5 +1,7 @@
 """The contract has teeth: operators that are broken on purpose fail the very check that is there for them."""
 
+import re
+
 import pytest
 import torch
 from contract import DEVICES, Case, Contract, contracts
