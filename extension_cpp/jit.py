@@ -36,8 +36,8 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
     Args:
         sources: ``.cpp`` and ``.cu`` files that register your operators, on the LibTorch stable ABI. They can include
             this package's headers. The ``.cpp`` files make one library, the ``.cu`` files another, which is left out if
-            torch was built without CUDA. Operators are registered by EXTENSION_CPP_REGISTER: under PyTorch's own macros
-            a schema that can't be read ends the process.
+            torch was built without CUDA. EXTENSION_CPP_REGISTER registers operators: under PyTorch's own macros a
+            schema that can't be read ends the process.
         name: the name of the libraries; by default that of the first source.
 
     The cache is in ``TORCH_EXTENSIONS_DIR``, or else in ``~/.cache/extension_cpp``: a folder for each set of sources,

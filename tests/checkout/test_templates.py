@@ -52,7 +52,9 @@ NAMES = {
 
 def contents(folder: Path) -> dict[Path, bytes]:
     """What git would see."""
-    left_out = re.compile(r"\.so$|^build/|^\.git/|\.egg-info/|__pycache__|\.\w+_cache/|\.hypothesis/")
+    left_out = re.compile(
+        r"\.so$|^build/|^compile_commands\.json$|^\.git/|\.egg-info/|__pycache__|\.\w+_cache/|\.hypothesis/"
+    )
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path: path.read_bytes() for path in paths if not left_out.search(str(path.relative_to(folder)))}
 
