@@ -12,6 +12,7 @@ shown to fail: test_contract.py runs them on operators that are broken on purpos
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -634,6 +635,48 @@ class Contract:
 
         got = torch.func.functionalize(written, remove="mutations_and_views")(*map_tensors(clone, args))
         compare(got, tuple(expected), f"functionalize on {describe(args)}")
+
+    def test_user_kernels(self, device):
+        """What a user registers in Python is what the public function and torch.ops call, until its library is gone."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        leaves = self.with_gradients(args) if op.differentiable else args
+        kind = device.upper()
+        calls = [(kind, args), (kind, leaves), ("Autograd", args), ("Autograd", leaves)]
+        for key, given in calls if self.backend is None else ():
+
+            seen: list[str] = []
+
+            def kernel(*passed: Any, key: str = key, seen: list[str] = seen) -> Any:
+                seen.append(key)
+                return op.reference(*passed)
+
+            with warnings.catch_warnings(), torch.library._scoped_library("extension_cpp", "IMPL") as library:
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")
+                library.impl(op.name, kernel, key, allow_override=True)
+                for function in self.entries():
+                    run(op, function, map_tensors(clone, given) if op.writes else given)
+            assert seen == [key] * 2, f"{seen}, not a call each of the kernel for {key} on {describe(given)}"
+            for function in self.entries():
+                run(op, function, map_tensors(clone, given) if op.writes else given)
+            assert len(seen) == 2, "a kernel is called whose library is gone"
+
+    def test_user_autocast(self, device):
+        """torch.library.register_autocast replaces the policy that is declared."""
+        op, low = self.op, torch.bfloat16
+        if self.backend or op.writes or not {low, torch.float32} <= {*op.dtypes}:
+            return
+        args = next(iter(op.samples(device, torch.float32)))
+        want = run(op, op.function, in_dtype(args, low))
+        with torch.library._scoped_library("extension_cpp", "IMPL") as library:
+            before = dict(self.overload.py_kernels)
+            torch.library.register_autocast(op.operator.qualified, device, low, lib=library)
+            for function in self.entries():
+                with torch.autocast(device, torch.float16):
+                    got = run(op, function, args)
+                assert all(map(same_bits, got, want)), f"another policy on {describe(args)}"
+        self.overload.py_kernels = before  # torch.library doesn't put it back.
+        self.overload._dispatch_cache.clear()
 
     def test_autocast(self, device):
         """As the same call of arguments that are cast by the declared policy; gradients in the dtype of each leaf."""

@@ -269,6 +269,8 @@ FAULTS = {
         ),
         "test_autocast",
     ),
+    "goes past a user's kernel": (define("fault_past", double, public=lambda x: double(x)), "test_user_kernels"),
+    "goes past a user's autocast": (define("fault_policy", double, public=lambda x: double(x)), "test_user_autocast"),
     "made where it is the default": (define("fault_factory", double, public=with_a_factory), "test_dispatch_modes"),
     "depends on a dispatch mode": (define("fault_mode", double, backward=modes_matter), "test_dispatch_modes"),
     "changes out, then refuses": (

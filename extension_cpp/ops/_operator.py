@@ -58,7 +58,10 @@ _HELPERS = {
     "_forward_ad": forward_ad,
     "_increment_version": increment_version,
     "_Tensor": Tensor,
+    "_impls": torch.library._impls,
 }
+# Where a plain call of an operator passes in the dispatcher, before its kernel and there.
+_PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
 
 
@@ -129,6 +132,8 @@ class Operator:
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
         self.differentiable = declared.differentiable and not self.written
+        # torch.library._impls has every registration made in Python, without ours there (_implement).
+        self.is_ours = frozenset(f"{NAMESPACE}/{self.name}/{key}" for key in _PASSED).isdisjoint
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self._complete(self.default, None)
@@ -176,8 +181,9 @@ class Operator:
         """A function with the parameters of the reference: the quick way, for plain calls, and else the general one.
 
         The quick way is written out for its arguments, as every call pays for it: no transform, mode, subclass or compiler
-        takes part, and nothing needs a derivative. It leads to <op>.kernel, which has none. Entering a formula that is
-        registered in Python takes longer than the operator itself takes on small tensors.
+        takes part, nothing needs a derivative, and no user has registered a kernel for the operator. It leads to
+        <op>.kernel, which has no derivative. Entering a formula that is registered in Python takes longer than the operator
+        itself takes on small tensors.
         """
         parameters, arguments, plain, grads = [], [], [], []
         defaults: dict[str, Any] = {}
@@ -200,7 +206,7 @@ class Operator:
                     grads.append(f"{name}.requires_grad")
             elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
-        ways = ["_compiling()", "_transforms()", "_dispatch_modes()", "_function_modes()"]
+        ways = ["_compiling()", "not _is_ours(_impls)", "_transforms()", "_dispatch_modes()", "_function_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
         ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
@@ -216,6 +222,7 @@ class Operator:
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             test, quick = "", []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
+        scope["_is_ours"] = self.is_ours
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -261,6 +268,7 @@ class Operator:
                 or _len_torch_function_stack()
                 or forward_ad._current_level >= 0
                 or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
+                or not self.is_ours(torch.library._impls)
             ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter or args[i] is None for i in tensors)
             if not eager or any(args[i] is None for i in tensors):
                 return default(*args)
@@ -302,7 +310,10 @@ class Operator:
         _library.impl(name, _derivatives.make_transformed(self, overload, backend), "FuncTorchDynamicLayerFrontMode")
         if self.declared.autocast:
             for device in ("CPU", "CUDA"):
-                _library.impl(name, _derivatives.make_autocast(self, overload, device), f"Autocast{device}")
+                autocast = _derivatives.make_autocast(self, overload, device)
+                _library.impl(name, autocast, f"Autocast{device}")
+                # torch.library.register_autocast replaces this one, and fails where it is missing.
+                overload.py_impl(getattr(torch._C.DispatchKey, f"Autocast{device}"))(autocast)
 
     def _choose_kernels(self) -> None:
         """Let the operator lead to what is used on each type of device."""
@@ -435,6 +446,7 @@ def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+    torch.library._impls.discard(f"{NAMESPACE}/{name}/{key}")  # What is found there later is a user's.
 
 
 @cache
