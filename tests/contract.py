@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -636,6 +636,84 @@ class Contract:
         got = torch.func.functionalize(written, remove="mutations_and_views")(*map_tensors(clone, args))
         compare(got, tuple(expected), f"functionalize on {describe(args)}")
 
+    def test_flops(self, device):
+        """PyTorch's counter finds as many operations by each entry and backend, at least one an element if elementwise."""
+        op = self.op
+        for args in self.small_samples(device, torch.float32):
+            counts = []
+            for function in self.entries():
+                with FlopCounterMode(display=False) as counter:
+                    results = run(op, function, map_tensors(clone, args))
+                counts.append(counter.get_flop_counts().get("Global", {}).get(op.operator.packet, 0))
+            known = op.operator.declared.flops or op.operator.signature.elementwise
+            least = tensors(results)[0].numel() if op.operator.signature.elementwise else known and 1
+            empty = not all(t.numel() for t in (*tensors(args), *tensors(results)))
+            assert counts[0] == counts[1] and (empty or counts[0] >= least), f"{counts} for {describe(args)}"
+
+    def test_profile(self, device):
+        """A call is an event of the operator's name; what is not native has one more, with that of the backend."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        backend = self.backend or _backends.used(op.name, device)
+        name = op.operator.qualified
+        suffixes = [f".{backend}"] * (backend != "native")
+        for function in self.entries():
+            run(op, function, map_tensors(clone, args))
+            with torch.profiler.profile() as profile:
+                run(op, function, map_tensors(clone, args))
+            seen = {event.name for event in profile.events() if event.name.startswith(name)}
+            assert seen == {name, *(name + suffix for suffix in suffixes)}, seen
+
+    def test_deterministic(self, device):
+        """Allowed where only deterministic operators are, gradients too, and memory is not read before it is written."""
+        op = self.op
+        for args in self.small_samples(device, torch.float32):
+            leaves = self.with_gradients(args) if op.differentiable else args
+            for function in self.entries():
+                torch.use_deterministic_algorithms(True)  # And new memory is filled with NaN.
+                try:
+                    results = [t.detach().clone() for t in run(op, function, map_tensors(clone, args))]
+                    found = [*gradients(function, leaves)] if op.differentiable else []
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                want = run(op, function, map_tensors(clone, args))
+                want += [*gradients(function, leaves)] if op.differentiable else []
+                assert all(map(self.same, results + found, want)), f"another result on {describe(args)}"
+
+    def test_compliant(self, device):
+        """Tagged as what torch.compile can trace, for who allows nothing else."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        torch._dynamo.reset()
+        settings = {"only_allow_pt2_compliant_ops": True, "capture_dynamic_output_shape_ops": True}
+        with torch._dynamo.config.patch(**settings):
+            for function in self.entries():
+                compiled = torch.compile(function, fullgraph=True, backend="eager")
+                got, want = (run(op, f, map_tensors(clone, args)) for f in (compiled, function))
+                assert all(map(self.same, got, want)), f"another result on {describe(args)}"
+
+    def test_nested(self, device):
+        """An elementwise operator of one or two tensors takes jagged nested tensors, and gives their gradients."""
+        op, signature = self.op, self.op.operator.signature
+        if not signature.elementwise or op.writes or len(signature.arguments) > 2:
+            return
+        offsets = torch.tensor([0, 1, 3], device=device)
+        samples = [a for a in op.samples(device, torch.float32) if all(t.shape[:1] == (3,) for t in tensors(a))]
+
+        def nested(function: Callable) -> Callable:
+            def call(*args: Any) -> Any:
+                jagged = map_tensors(lambda t: torch.nested.nested_tensor_from_jagged(t, offsets), args)
+                return map_tensors(lambda t: t.values(), function(*jagged))
+
+            return call
+
+        for function, args in product(self.entries(), samples[:1]):
+            got, want = (run(op, f, args) for f in (nested(function), function))
+            assert all(map(self.same, got, want)), f"another result of nested tensors on {describe(args)}"
+            if op.differentiable:
+                leaves = self.with_gradients(args)
+                compare(gradients(nested(function), leaves), gradients(function, leaves), "gradients of nested tensors")
+
     def test_user_kernels(self, device):
         """What a user registers in Python is what the public function and torch.ops call, until its library is gone."""
         op = self.op
@@ -644,7 +722,6 @@ class Contract:
         kind = device.upper()
         calls = [(kind, args), (kind, leaves), ("Autograd", args), ("Autograd", leaves)]
         for key, given in calls if self.backend is None else ():
-
             seen: list[str] = []
 
             def kernel(*passed: Any, key: str = key, seen: list[str] = seen) -> Any:

@@ -198,6 +198,17 @@ def modes_matter(grad: Tensor) -> Tensor:
     return grad * (3 if torch._C._len_torch_dispatch_stack() else 2)
 
 
+def puts(x: Tensor) -> Tensor:
+    """Which PyTorch refuses where only deterministic operators are allowed."""
+    return double(x).put_(torch.zeros(1, dtype=torch.int64, device=x.device), x.reshape(-1)[:1] * 2)
+
+
+def untagged(name: str) -> Contract:
+    contract = define(name, double)
+    contract.op.operator.default._tags = []
+    return contract
+
+
 healthy = define("fault_none", double, backward=twice)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_where = define_where("fault_none_where", where_large)
@@ -269,6 +280,11 @@ FAULTS = {
         ),
         "test_autocast",
     ),
+    "operations that are not counted": (define("fault_flops", double, public=lambda x: x * 2), "test_flops"),
+    "no event in a profile": (define("fault_profile", double, public=lambda x: x * 2), "test_profile"),
+    "not deterministic, by PyTorch's switch": (define("fault_put", puts), "test_deterministic"),
+    "no tag for torch.compile": (untagged("fault_untagged"), "test_compliant"),
+    "no tag for nested tensors": (untagged("fault_unnested"), "test_nested"),
     "goes past a user's kernel": (define("fault_past", double, public=lambda x: double(x)), "test_user_kernels"),
     "goes past a user's autocast": (define("fault_policy", double, public=lambda x: double(x)), "test_user_autocast"),
     "made where it is the default": (define("fault_factory", double, public=with_a_factory), "test_dispatch_modes"),

@@ -31,13 +31,14 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _derivatives
+from extension_cpp.ops import _backends, _derivatives, _flops
 from extension_cpp.ops._backends import fail
 
 if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
@@ -90,6 +91,9 @@ class operator:
     autocast: str = "promote"
     """What torch.autocast does with floating arguments: "promote" to the widest dtype among them, "lower" to autocast's
     own, "float32", or "" for nothing."""
+    flops: str = ""
+    """Floating-point operations of a call, for PyTorch's counter: products of sizes of the signature, "2 M N K + M N", where
+    "..." is the number of elements. Without it, one an element of an elementwise operator, else none."""
     filled: dict[str, Callable] = field(default_factory=dict)
     """Arguments of the schema that the public function doesn't have: name to a function of the first tensor."""
     triton: bool = False
@@ -139,6 +143,7 @@ class Operator:
         self._complete(self.default, None)
         self._choose_kernels()
         self.function = self._make_function()
+        _flops.add(self)
 
     # What the signature says.
 
@@ -163,7 +168,8 @@ class Operator:
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
         self.signature.check(args)
-        return self.reference(*args)
+        with _RecordFunctionFast(f"{self.qualified}.reference"):
+            return self.reference(*args)
 
     @cached_property
     def differentiable_arguments(self) -> list[int]:
@@ -297,6 +303,7 @@ class Operator:
             return result
 
         torch.library.register_fake(name, fake, lib=_library)
+        overload._tags = _Tags(self)
         name = name.partition("::")[2]
         if self.written:
             _implement(name, torch.library.fallthrough_kernel, "Autograd")
@@ -344,6 +351,7 @@ class Operator:
         ):
             if self.kernel is not None:
                 _library.impl(f"{name}.kernel", self.default, key)
+                self.packet.kernel._tags = self.default._tags
         by_triton = False
         for device in ("cpu", "cuda"):
             backend, there = _backends.used(name, device), device in self.native
@@ -382,7 +390,11 @@ class Operator:
     def _make_triton(self) -> Any:
         """<op>.triton, of the kernel in extension_cpp/triton."""
         module = importlib.import_module(f"{NAMESPACE}.triton.{self.stem}")
-        function = getattr(module, self.name)
+        kernel = getattr(module, self.name)
+
+        def function(*args: Any) -> Any:
+            with _RecordFunctionFast(f"{self.qualified}.triton"):
+                return kernel(*args)
 
         def run(*args: Any) -> Any:
             _backends.require(self.name, "triton", args)
@@ -439,6 +451,19 @@ class Operator:
     def all_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """With the defaults of arguments that the dispatcher left out."""
         return args if len(args) == len(self.names) else [*args, *self.defaults[len(args) :]]
+
+
+class _Tags(Sequence):
+    """Of an operator's overloads, as OpOverload.tags has them. They ask for the signature, which no import reads."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+
+    def __len__(self) -> int:
+        return 1 + self.operator.signature.elementwise
+
+    def __getitem__(self, index: Any) -> Any:
+        return (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)[: len(self)][index]
 
 
 def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -> None:

@@ -38,6 +38,7 @@ def _backward(grad: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor 
     saved_for={"a": "b", "b": "a"},
     independent="M N",
     autocast="lower",
+    flops="2 M N K",
     filled={"allow_tf32": _allows_tf32},
 )
 def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:

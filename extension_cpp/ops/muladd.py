@@ -9,13 +9,16 @@ __all__ = ["myadd_out", "mymul", "mymuladd"]
 
 
 def _backward(grad: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of a * b and of a * b + c. One pass gives both gradients, where they are of one shape."""
-    if a is not None and b is not None and a.shape == b.shape:
+    """Of a * b and of a * b + c. One pass gives both gradients, where they are of one shape.
+
+    Nested tensors know operators of one or two tensors only.
+    """
+    if a is not None and b is not None and a.shape == b.shape and not grad.is_nested:
         return mymul_backward(grad, a, b)
     return None if b is None else mymul(grad, b), None if a is None else mymul(grad, a)
 
 
-@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, triton=True)
+@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, flops="2 ...", triton=True)
 def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     r"""Multiply-add: :math:`a \cdot b + c`, elementwise, rounded once.
 
@@ -81,7 +84,7 @@ def myadd_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     torch.add(a, b, out=out)
 
 
-@operator(triton=True, public=False)
+@operator(flops="2 ...", triton=True, public=False)
 def mymul_backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a and b, of one shape, for the gradient of a * b."""
     return grad * b, grad * a
