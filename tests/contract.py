@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -431,6 +432,36 @@ class Contract:
             with torch._dynamo.config.patch(error_on_recompile=True):
                 for times in (1, 2, 3):
                     run(op, compiled, grown(args, times))
+
+    @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    def test_symbolic_numbers(self, device):
+        """Numbers that change, that a tensor has, or that follow from a size: no graph for each, as with PyTorch's own."""
+        op, arguments = self.op, self.overload._schema.arguments
+        floats = [i for i, argument in enumerate(arguments) if str(argument.type) == "float"]
+        if self.backend or op.writes or op.operator.declared.fake or not floats:
+            return
+
+        def using(make: Callable) -> Callable:
+            return lambda n, *args: op.function(*(make(n, *args) if i in floats else a for i, a in enumerate(args)))
+
+        args = next(a for a in op.samples(device, torch.float32) if all(t.numel() > 1 for t in tensors(a)))
+        ways = {
+            "the same": (using(lambda n, *_: n), lambda k: 0.3 + k / 7),
+            "an item": (using(lambda n, *_: n.item()), lambda k: torch.tensor(0.3 + k / 7)),
+            "a size": (using(lambda n, *_: n.shape[0] ** -0.5), lambda k: torch.ones(3 + k)),
+        }
+        for name, (function, value) in ways.items():
+            for given in (args, self.with_gradients(args)) if op.differentiable else (args,):
+                torch._dynamo.reset()
+                graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+                compiled = torch.compile(function, fullgraph=True, backend=graphs)
+                for k in range(4):
+                    got, want = (tensors(f(value(k), *given)) for f in (compiled, function))
+                    assert all(map(self.same, got, want)), f"another result with {name} as a number, {describe(given)}"
+                    if given is not args:
+                        found = (gradients(partial(f, value(k)), given) for f in (compiled, function))
+                        compare(*found, f"gradients with {name} as a number, {describe(given)}")
+                assert graphs.frame_count <= 2, f"{graphs.frame_count} graphs with {name} as a number"
 
     def test_errors(self, device):
         """The documented error from the real and from the fake kernel, with all arguments left as they were.

@@ -25,6 +25,7 @@ def define(
     vmap=None,
     autocast="promote",
     into=False,
+    number=False,
     signature="x: ... -> ...",
     instead=None,
     public=None,
@@ -32,10 +33,11 @@ def define(
 ) -> Contract:
     """An operator that doubles x, or is meant to, and what the contract is told of it.
 
-    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived;
-    `public`: in that of the public function.
+    `into`: it writes into an argument. `number`: it multiplies x with a number instead. `instead`: by dispatch key, what
+    is put in the place of something derived; `public`: in that of the public function.
     """
-    LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
+    arguments = "Tensor x, Tensor(a!) out" if into else "Tensor x, float times" if number else "Tensor x"
+    LIBRARY.define(f"{name}({arguments}) -> {'()' if into else 'Tensor'}")
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, key)
     declared = operator(
@@ -46,7 +48,7 @@ def define(
         vmap=vmap,
         autocast=autocast,
         differentiable=backward is not None,
-    )(reference or (double_into if into else double))
+    )(reference or (double_into if into else multiply if number else double))
     for key, function in (instead or {}).items():
         _implement(name, function(declared.operator), key)
     if public is not None:
@@ -54,7 +56,7 @@ def define(
         declared = public
 
     class Described(Contract):
-        op = Case(declared, into_samples if into else samples, **description)
+        op = Case(declared, into_samples if into else number_samples if number else samples, **description)
 
     return Described()
 
@@ -67,6 +69,15 @@ def samples(device: str, dtype: torch.dtype):
 def into_samples(device: str, dtype: torch.dtype):
     for (x,) in samples(device, dtype):
         yield x, torch.zeros_like(x)
+
+
+def number_samples(device: str, dtype: torch.dtype):
+    for (x,) in samples(device, dtype):
+        yield x, 1.5
+
+
+def multiply(x: Tensor, times: float) -> Tensor:
+    return x * times
 
 
 def double(x: Tensor) -> Tensor:
@@ -212,6 +223,7 @@ def untagged(name: str) -> Contract:
 healthy = define("fault_none", double, backward=twice)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_where = define_where("fault_none_where", where_large)
+healthy_number = define("fault_none_number", multiply, number=True)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
     "wrong values": (define("fault_values", lambda x: x * 2.001), "test_parity"),
@@ -280,6 +292,15 @@ FAULTS = {
         ),
         "test_autocast",
     ),
+    "a graph for each number": (
+        define(
+            "fault_number",
+            multiply,
+            number=True,
+            public=lambda x, times: torch.ops.extension_cpp.fault_number(x, times),
+        ),
+        "test_symbolic_numbers",
+    ),
     "operations that are not counted": (define("fault_flops", double, public=lambda x: x * 2), "test_flops"),
     "no event in a profile": (define("fault_profile", double, public=lambda x: x * 2), "test_profile"),
     "not deterministic, by PyTorch's switch": (define("fault_put", puts), "test_deterministic"),
@@ -319,7 +340,7 @@ def test_fault_is_caught(fault, device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    for contract in (healthy, healthy_into, healthy_where):
+    for contract in (healthy, healthy_into, healthy_where, healthy_number):
         if contract is healthy or "grad" not in check:
             getattr(contract, check)(**arguments(check, device))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import linecache
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ NAMESPACE = "extension_cpp"
 F = TypeVar("F", bound=Callable[..., Any])
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Overloads with arguments of other types. It goes first at exit: once one of two overloads with the same arguments is gone,
+# PyTorch can't remove one with others.
+_other_types = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 _HELPERS = {
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
@@ -255,12 +259,26 @@ class Operator:
         return function
 
     def _make_general(self) -> Callable:
-        default, kernel, tensors = self.default, self.kernel, self.tensors
+        packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors
         numbers = [i for i in range(len(self.names)) if i not in tensors]
+        floats = [i for i in numbers if str(self.schema.arguments[i].type) == "float"]
+        if self.written or self.declared.fake:  # Which may ask for the value.
+            floats = []
+
+        def prepare() -> bool:
+            return self.symbolic is not None
+
+        prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         def general(*args: Any) -> Any:
             if is_dynamo_compiling():
+                if floats and not _len_torch_function_stack() and not torch.compiler.is_exporting():
+                    known = torch.fx.experimental.symbolic_shapes.has_static_value
+                    if not all(known(args[i]) for i in floats if isinstance(args[i], float | int)) and prepare():
+                        return packet.symbolic(*args)
                 return default(*args)
+            if floats and any(isinstance(args[i], torch.SymFloat | torch.SymInt) for i in floats):
+                return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
             for i in numbers:
                 if isinstance(args[i], Tensor) and args[i].requires_grad:
                     why = "got a tensor that requires a gradient, of which it would get none"
@@ -386,6 +404,42 @@ class Operator:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
         kernel = self.replaced.get(device)
         return kernel.call_boxed(keys, *args) if kernel else self.default.redispatch(keys, *args)
+
+    @cached_property
+    def symbolic(self) -> Any:
+        """<op>.symbolic, for numbers that are known to torch.compile as symbols only.
+
+        An argument that is a float in the schema is one value for a whole graph. This overload takes any number; where
+        torch.compile takes it apart, below autograd, the numbers become tensors of one element for <op>.tensor.
+        """
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+        floats = [i for i, argument in enumerate(self.schema.arguments) if str(argument.type) == "float"]
+
+        def with_numbers(function: Callable, args: Sequence[Any]) -> list[Any]:
+            return [function(arg) if i in floats else arg for i, arg in enumerate(args)]
+
+        def kernel(*args: Any) -> Any:
+            return self.default(*with_numbers(lambda arg: arg.item() if isinstance(arg, Tensor) else arg, args))
+
+        def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with mode:
+                one = torch.ones((), dtype=torch.float64, device="cpu")
+                return self.packet.tensor(*with_numbers(lambda number: one * number, self.all_arguments(args)))
+
+        entry = self.packet._op
+        arguments = str(self.schema).partition("(")[2]
+        for name, pattern, kind in (
+            ("symbolic", r"float (\w+)", r"Scalar \1"),
+            ("tensor", r"float (\w+)(=[^,)]*)?", r"Tensor \1"),
+        ):
+            _other_types.define(f"{self.name}.{name}({re.sub(pattern, kind, arguments)}")
+        self.packet._op = entry
+        for overload in (self.packet.symbolic, self.packet.tensor):
+            _library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")
+            self._complete(overload, None)
+        torch.library.register_torch_dispatch(f"{self.qualified}.symbolic", FunctionalTensorMode, rule, lib=_library)
+        return self.packet.symbolic
 
     def _make_triton(self) -> Any:
         """<op>.triton, of the kernel in extension_cpp/triton."""
