@@ -24,7 +24,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -432,6 +435,26 @@ class Contract:
             with torch._dynamo.config.patch(error_on_recompile=True):
                 for times in (1, 2, 3):
                     run(op, compiled, grown(args, times))
+
+    @torch._inductor.config.patch(fx_graph_cache=False)
+    @torch._functorch.config.patch(enable_autograd_cache=False)
+    def test_inductor_fuses(self, device):
+        """What Inductor takes for the operator has its bits, tails of vectors too; halves are left to the kernel."""
+        op = self.op
+        if not op.operator.declared.fused or self.backend or device != "cpu":
+            return
+        dtypes = [torch.float32, torch.float64, torch.bfloat16]
+        every = [[a for a in op.samples(device, t) if all(x.numel() < 2000 for x in tensors(a))] for t in dtypes]
+        groups = [max(args, key=lambda a: tensors(a)[0].numel()) for args in every]
+        torch._dynamo.reset()
+
+        def call(*groups: Args) -> list[list[Tensor]]:
+            return [tensors(op.function(*args)) for args in groups]
+
+        results, code = run_and_get_code(torch.compile(call, fullgraph=True), *groups)
+        for got, want, dtype in zip(results, call(*groups), dtypes):
+            assert all(map(same_bits, got, want)), f"other bits in {dtype} where Inductor fuses"
+        assert len(re.findall(rf"torch\.ops\.extension_cpp\.{op.name}\.default\(", code[0])) == 1, code[0]
 
     @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
     def test_symbolic_numbers(self, device):

@@ -26,6 +26,7 @@ def define(
     autocast="promote",
     into=False,
     number=False,
+    fused=False,
     signature="x: ... -> ...",
     instead=None,
     public=None,
@@ -47,6 +48,7 @@ def define(
         backward=backward,
         vmap=vmap,
         autocast=autocast,
+        fused=fused,
         differentiable=backward is not None,
     )(reference or (double_into if into else multiply if number else double))
     for key, function in (instead or {}).items():
@@ -220,7 +222,7 @@ def untagged(name: str) -> Contract:
     return contract
 
 
-healthy = define("fault_none", double, backward=twice)
+healthy = define("fault_none", double, backward=twice, fused=lambda x: x * 2)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_where = define_where("fault_none_where", where_large)
 healthy_number = define("fault_none_number", multiply, number=True)
@@ -291,6 +293,10 @@ FAULTS = {
             instead={"AutocastCPU": casts_before_autograd, "AutocastCUDA": casts_before_autograd},
         ),
         "test_autocast",
+    ),
+    "rounded otherwise where it is fused": (
+        define("fault_fused", double, fused=lambda x: x * 2 + x * 1e-7),
+        "test_inductor_fuses",
     ),
     "a graph for each number": (
         define(

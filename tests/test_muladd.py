@@ -1,10 +1,12 @@
 """mymuladd, mymul and myadd_out: the contract, and what is particular to them."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.compiler.config
 from contract import DEVICES, FLOATING, Case, Contract, same_bits, significant_strides
 from hypothesis import given
 from hypothesis import strategies as st
@@ -316,6 +318,22 @@ class TestEverywhere:
             tall = row[: 2**31].view(2**16, 2**15)
             got = extension_cpp.mymul(tall, tall[:1, :].t().expand(2**15, 2**16).t())
             assert torch.equal(got[-1, -5:], tall[-1, -5:] * tall[0, -5:])
+
+
+def test_what_inductor_keeps_on_disk_is_not_used_for_another_kernel():
+    def call(a: Tensor) -> Tensor:
+        return extension_cpp.mymuladd(a, a, -1.0).relu()
+
+    a = torch.full((64,), 1 + 2.0**-12)
+    with torch.compiler.config.patch(cache_key_tag=""):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(call)(a), (a.double() * a.double() - 1).float())
+        torch._dynamo.reset()
+        with warnings.catch_warnings(), torch.library._scoped_library("extension_cpp", "IMPL") as library:
+            warnings.simplefilter("ignore")
+            library.impl("mymuladd", lambda a, b, c: a * 0 + 7, "CPU", allow_override=True)
+            assert torch.equal(torch.compile(call)(a), torch.full((64,), 7.0))
+        torch._dynamo.reset()
 
 
 def test_huge_pages_under_a_large_result():

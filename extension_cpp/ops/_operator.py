@@ -39,8 +39,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _derivatives, _flops
+from extension_cpp.ops import _backends, _derivatives
 from extension_cpp.ops._backends import fail
+from extension_cpp.ops._later import when_imported
 
 if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
     from extension_cpp.ops._signature import Signature
@@ -100,6 +101,10 @@ class operator:
     "..." is the number of elements. Without it, one an element of an elementwise operator, else none."""
     filled: dict[str, Callable] = field(default_factory=dict)
     """Arguments of the schema that the public function doesn't have: name to a function of the first tensor."""
+    fused: Callable | bool = False
+    """What torch.compile's Inductor fuses with the operators around it, in place of a call of the kernel, for float32 and
+    float64 on the CPU: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the
+    reference."""
     triton: bool = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name."""
     public: bool = True
@@ -140,14 +145,18 @@ class Operator:
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
         self.differentiable = declared.differentiable and not self.written
-        # torch.library._impls has every registration made in Python, without ours there (_implement).
-        self.is_ours = frozenset(f"{NAMESPACE}/{self.name}/{key}" for key in _PASSED).isdisjoint
+        # torch.library._impls has every registration made in Python. Those made here are taken out (_implement).
+        passed = frozenset(f"{NAMESPACE}/{self.name}/{key}" for key in _PASSED)
+        torch.library._impls.difference_update(passed)
+        self.is_ours = passed.isdisjoint
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self._complete(self.default, None)
         self._choose_kernels()
         self.function = self._make_function()
-        _flops.add(self)
+        when_imported("torch.utils.flop_counter", self._count_operations)
+        if declared.fused:
+            when_imported("torch._inductor.lowering", self._fuse)
 
     # What the signature says.
 
@@ -164,10 +173,19 @@ class Operator:
 
     def fake(self, *args: Any) -> Any:
         """The results of a call without their values; raises what the kernels raise."""
+        if self.declared.fused and self._is_replaced():
+            # Inductor keeps on disk what it fused in other processes.
+            config: Any = importlib.import_module("torch.compiler.config")
+            if (tag := f"{self.qualified} is replaced;") not in config.cache_key_tag:
+                config.cache_key_tag += tag
         if self.declared.fake:
             return self.declared.fake(*args)
         every = self.all_arguments(args)
         return self.signature.empty(every, self.signature.check(every))
+
+    def _is_replaced(self) -> bool:
+        """Whether a call on the CPU leads to something else than the native kernel."""
+        return _backends.used(self.name, "cpu") != "native" or not self.is_ours(torch.library._impls)
 
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
@@ -384,6 +402,37 @@ class Operator:
                 _implement(f"{name}.kernel", kernel, device.upper())
         if by_triton and not _backends.interpreted:
             self._show_the_compiler(self.default)
+
+    def _count_operations(self, counter: Any) -> None:
+        """Enter the formula into torch.utils.flop_counter."""
+
+        def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            return self.signature.operations(self.all_arguments(args), self.declared.flops)
+
+        counter.register_flop_formula(self.packet, get_raw=True)(formula)
+
+    def _fuse(self, lowering: Any) -> None:
+        """Let Inductor take `fused` for the operator.
+
+        Not on CUDA, where Inductor contracts a product with a sum after it, nor in float16 and bfloat16, which Inductor
+        doesn't round between operators.
+        """
+        function = self.reference if self.declared.fused is True else self.declared.fused
+
+        def decomposition(*args: Any) -> Any:
+            first = args[self.tensors[0]]
+            plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
+            if not plain or self._is_replaced():
+                return NotImplemented
+            return function(*self.all_arguments(args))  # type: ignore[operator]
+
+        from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+        decompositions[self.default] = decomposition
+        fast_random_decomps.cache_clear()  # A copy of these.
+        # As of any operator. Inductor has to be told so where there is a decomposition.
+        strides = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+        lowering.make_fallback(self.default, layout_constraint=strides, warn=False, override_decomp=True)
 
     def make_overload(self, backend: str) -> Any:
         """<op>.<backend>."""
