@@ -773,12 +773,11 @@ class Contract:
         op = self.op
         args = next(iter(op.samples(device, torch.float32)))
         leaves = self.with_gradients(args) if op.differentiable else args
-        kind = device.upper()
-        calls = [(kind, args), (kind, leaves), ("Autograd", args), ("Autograd", leaves)]
-        for key, given in calls if self.backend is None else ():
+        key = device.upper()
+        for given in (args, leaves) if self.backend is None else ():
             seen: list[str] = []
 
-            def kernel(*passed: Any, key: str = key, seen: list[str] = seen) -> Any:
+            def kernel(*passed: Any, seen: list[str] = seen) -> Any:
                 seen.append(key)
                 return op.reference(*passed)
 

@@ -1,13 +1,23 @@
 """mymuladd, mymul and myadd_out: the contract, and what is particular to them."""
 
 import re
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.compiler.config
-from contract import DEVICES, FLOATING, Case, Contract, same_bits, significant_strides
+from contract import (
+    DEVICES,
+    FLOATING,
+    Case,
+    Contract,
+    Onlooker,
+    default_device,
+    same_bits,
+    significant_strides,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import available_memory, strided_tensor
@@ -286,6 +296,32 @@ class TestEverywhere:
         negated = torch.randn(5, device=device, dtype=torch.complex64).conj().imag
         assert negated.is_neg()
         torch.testing.assert_close(extension_cpp.mymul(negated, a), negated * a)
+
+    def test_what_enters_no_formula(self, device):
+        """Registered formulas take longer than the operator: a call without a gradient needs none."""
+        a, parameter = torch.ones(3, device=device), torch.nn.Parameter(torch.ones(3, device=device))
+        b, entered = a.clone().requires_grad_(), set()
+
+        def look(frame, event, argument):
+            entered.add(frame.f_code.co_name)
+
+        def called(*args) -> set[str]:
+            extension_cpp.mymul(*args)  # The first call makes what it needs.
+            entered.clear()
+            sys.setprofile(look)
+            try:
+                extension_cpp.mymul(*args)
+            finally:
+                sys.setprofile(None)
+            return entered - {"called", "is_dynamo_compiling"}
+
+        with torch.no_grad():
+            assert called(parameter, a) == called(a, b) == {"mymul"}
+        with default_device("meta"):
+            assert not {"autograd", "__torch_function__"} & called(a, a)
+            assert "autograd" not in called(a, b)
+        with Onlooker():
+            assert "autograd" not in called(a, a) | called(a, b)
 
     def test_modes_see_the_operator(self, device):
         from torch.utils._python_dispatch import TorchDispatchMode

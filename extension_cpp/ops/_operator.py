@@ -27,7 +27,9 @@ from torch import Tensor
 from torch._C import (
     _any_requires_grad,
     _are_functorch_transforms_active,
+    _AutoDispatchBelowAutograd,
     _dispatch_call_boxed,
+    _get_function_stack_at,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
@@ -54,6 +56,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # PyTorch can't remove one with others.
 _other_types = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+
 _HELPERS = {
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
     "_compiling": is_dynamo_compiling,
@@ -64,6 +67,7 @@ _HELPERS = {
     "_forward_ad": forward_ad,
     "_increment_version": increment_version,
     "_Tensor": Tensor,
+    "_Parameter": Parameter,
     "_impls": torch.library._impls,
 }
 # Where a plain call of an operator passes in the dispatcher, before its kernel and there.
@@ -227,16 +231,17 @@ class Operator:
             arguments.append(name)
             if i in self.tensors:
                 if "Optional" in kind:
-                    plain.append(f"({name} is None or type({name}) is _Tensor)")
+                    plain.append(f"({name} is None or type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name} is not None and {name}.requires_grad")
                 else:
-                    plain.append(f"type({name}) is _Tensor")
+                    plain.append(f"(type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name}.requires_grad")
             elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
-        ways = ["_compiling()", "not _is_ours(_impls)", "_transforms()", "_dispatch_modes()", "_function_modes()"]
+        ways = ["_compiling()", "not _is_ours(_impls)", "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
+        ways.insert(0, "_function_modes()")  # They see what is asked of a tensor.
         ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
         kernel = f"_call(_kernel, {', '.join(arguments)})"
         quick = [f"            return {kernel}"]
@@ -301,30 +306,36 @@ class Operator:
                 if isinstance(args[i], Tensor) and args[i].requires_grad:
                     why = "got a tensor that requires a gradient, of which it would get none"
                     fail(self.name, f"{self.names[i]} must be a number, {why}")
-            eager = not (
+            plain = not (
                 self.written
                 or kernel is None
                 or _backends.chosen
                 or _are_functorch_transforms_active()
-                or _len_torch_dispatch_stack()
-                or _len_torch_function_stack()
+                or _function_modes_matter()
                 or forward_ad._current_level >= 0
                 or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
                 or not self.is_ours(torch.library._impls)
-            ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter or args[i] is None for i in tensors)
-            if not eager or any(args[i] is None for i in tensors):
+            ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter for i in tensors)
+            if not plain:
                 return default(*args)
+            seen = bool(_len_torch_dispatch_stack())
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
-                return self._apply(*args)
-            return _dispatch_call_boxed(kernel, *args)
+                return self._apply[seen](*args)
+            if not seen:
+                return _dispatch_call_boxed(kernel, *args)
+            with _AutoDispatchBelowAutograd():  # A formula that is registered in Python takes as long as all else.
+                return default(*args)
 
         return general
 
     @cached_property
-    def _apply(self) -> Callable:
-        """A plain call that needs a gradient: torch's own entry, without what Function.apply does for torch.func."""
-        function = _derivatives.make_function(self, self.default, None, quick=True)
-        return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    def _apply(self) -> list[Callable]:
+        """A plain call that needs a gradient, without a dispatch mode and with one.
+
+        torch's own entry, without what Function.apply does for torch.func.
+        """
+        functions = [_derivatives.make_function(self, self.default, None, quick) for quick in (True, False)]
+        return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
 
     # Registration.
 
@@ -575,6 +586,12 @@ def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
     torch.library._impls.discard(f"{NAMESPACE}/{name}/{key}")  # What is found there later is a user's.
+
+
+def _function_modes_matter() -> bool:
+    """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
+    count = _len_torch_function_stack()
+    return count > 1 or (count == 1 and type(_get_function_stack_at(0)).__module__ != "torch.utils._device")
 
 
 @cache
