@@ -225,7 +225,7 @@ def untagged(name: str) -> Contract:
 healthy = define("fault_none", double, backward=twice, fused=lambda x: x * 2)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_where = define_where("fault_none_where", where_large)
-healthy_number = define("fault_none_number", multiply, number=True)
+healthy_number = define("fault_none_number", multiply, number=True, backward=lambda grad, times: grad * times)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
     "wrong values": (define("fault_values", lambda x: x * 2.001), "test_parity"),

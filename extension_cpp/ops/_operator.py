@@ -568,13 +568,16 @@ class Operator:
 
 
 class _Tags(Sequence):
-    """Of an operator's overloads, as OpOverload.tags has them. They ask for the signature, which no import reads."""
+    """Of an operator's overloads, as OpOverload.tags has them. They ask for the signature, which no import reads.
+
+    What PyTorch does with a pointwise operator is meant for one result.
+    """
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
 
     def __len__(self) -> int:
-        return 1 + self.operator.signature.elementwise
+        return 1 + (self.operator.signature.elementwise and len(self.operator.schema.returns) == 1)
 
     def __getitem__(self, index: Any) -> Any:
         return (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)[: len(self)][index]
