@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -506,6 +511,56 @@ class Contract:
         want = [run(op, op.reference, map_tensors(clone, args)) for args in samples]
         compare(got, want, "the exported program")
 
+    @torch._inductor.config.patch(fx_graph_cache=False)
+    @torch._functorch.config.patch(enable_autograd_cache=False)
+    def test_inductor_fuses(self, device):
+        """What Inductor takes for the operator has its bits, tails of vectors too; halves are left to the kernel."""
+        op = self.op
+        if not op.operator.declared.fused or self.backend or device != "cpu":
+            return
+        dtypes = [torch.float32, torch.float64, torch.bfloat16]
+        every = [[a for a in op.samples(device, t) if all(x.numel() < 2000 for x in tensors(a))] for t in dtypes]
+        groups = [max(args, key=lambda a: tensors(a)[0].numel()) for args in every]
+        torch._dynamo.reset()
+
+        def call(*groups: Args) -> list[list[Tensor]]:
+            return [tensors(op.function(*args)) for args in groups]
+
+        results, code = run_and_get_code(torch.compile(call, fullgraph=True), *groups)
+        for got, want, dtype in zip(results, call(*groups), dtypes):
+            assert all(map(same_bits, got, want)), f"other bits in {dtype} where Inductor fuses"
+        assert len(re.findall(rf"torch\.ops\.extension_cpp\.{op.name}\.default\(", code[0])) == 1, code[0]
+
+    @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    def test_symbolic_numbers(self, device):
+        """Numbers that change, that a tensor has, or that follow from a size: no graph for each, as with PyTorch's own."""
+        op, arguments = self.op, self.overload._schema.arguments
+        floats = [i for i, argument in enumerate(arguments) if str(argument.type) == "float"]
+        if self.backend or op.writes or op.operator.declared.fake or not floats:
+            return
+
+        def using(make: Callable) -> Callable:
+            return lambda n, *args: op.function(*(make(n, *args) if i in floats else a for i, a in enumerate(args)))
+
+        args = next(a for a in op.samples(device, torch.float32) if all(t.numel() > 1 for t in tensors(a)))
+        ways = {
+            "the same": (using(lambda n, *_: n), lambda k: 0.3 + k / 7),
+            "an item": (using(lambda n, *_: n.item()), lambda k: torch.tensor(0.3 + k / 7)),
+            "a size": (using(lambda n, *_: n.shape[0] ** -0.5), lambda k: torch.ones(3 + k)),
+        }
+        for name, (function, value) in ways.items():
+            for given in (args, self.with_gradients(args)) if op.differentiable else (args,):
+                torch._dynamo.reset()
+                graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+                compiled = torch.compile(function, fullgraph=True, backend=graphs)
+                for k in range(4):
+                    got, want = (tensors(f(value(k), *given)) for f in (compiled, function))
+                    assert all(map(self.same, got, want)), f"another result with {name} as a number, {describe(given)}"
+                    if given is not args:
+                        found = (gradients(partial(f, value(k)), given) for f in (compiled, function))
+                        compare(*found, f"gradients with {name} as a number, {describe(given)}")
+                assert graphs.frame_count <= 2, f"{graphs.frame_count} graphs with {name} as a number"
+
     def test_errors(self, device):
         """The documented error from the real and from the fake kernel, with all arguments left as they were.
 
@@ -708,6 +763,125 @@ class Contract:
 
         got = torch.func.functionalize(written, remove="mutations_and_views")(*map_tensors(clone, args))
         compare(got, tuple(expected), f"functionalize on {describe(args)}")
+
+    def test_flops(self, device):
+        """PyTorch's counter finds as many operations by each entry and backend, at least one an element if elementwise."""
+        op = self.op
+        for args in self.small_samples(device, torch.float32):
+            counts = []
+            for function in self.entries():
+                with FlopCounterMode(display=False) as counter:
+                    results = run(op, function, map_tensors(clone, args))
+                counts.append(counter.get_flop_counts().get("Global", {}).get(op.operator.packet, 0))
+            known = op.operator.declared.flops or op.operator.signature.elementwise
+            least = tensors(results)[0].numel() if op.operator.signature.elementwise else known and 1
+            empty = not all(t.numel() for t in (*tensors(args), *tensors(results)))
+            assert counts[0] == counts[1] and (empty or counts[0] >= least), f"{counts} for {describe(args)}"
+
+    def test_profile(self, device):
+        """A call is an event of the operator's name; what is not native has one more, with that of the backend."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        backend = self.backend or _backends.used(op.name, device)
+        name = op.operator.qualified
+        suffixes = [f".{backend}"] * (backend != "native")
+        for function in self.entries():
+            run(op, function, map_tensors(clone, args))
+            with torch.profiler.profile() as profile:
+                run(op, function, map_tensors(clone, args))
+            seen = {event.name for event in profile.events() if event.name.startswith(name)}
+            assert seen == {name, *(name + suffix for suffix in suffixes)}, seen
+
+    def test_deterministic(self, device):
+        """Allowed where only deterministic operators are, gradients too, and memory is not read before it is written."""
+        op = self.op
+        for args in self.small_samples(device, torch.float32):
+            leaves = self.with_gradients(args) if op.differentiable else args
+            for function in self.entries():
+                torch.use_deterministic_algorithms(True)  # And new memory is filled with NaN.
+                try:
+                    results = [t.detach().clone() for t in run(op, function, map_tensors(clone, args))]
+                    found = [*gradients(function, leaves)] if op.differentiable else []
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                want = run(op, function, map_tensors(clone, args))
+                want += [*gradients(function, leaves)] if op.differentiable else []
+                assert all(map(self.same, results + found, want)), f"another result on {describe(args)}"
+
+    def test_compliant(self, device):
+        """Tagged as what torch.compile can trace, for who allows nothing else."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        torch._dynamo.reset()
+        settings = {"only_allow_pt2_compliant_ops": True, "capture_dynamic_output_shape_ops": True}
+        with torch._dynamo.config.patch(**settings):
+            for function in self.entries():
+                compiled = torch.compile(function, fullgraph=True, backend="eager")
+                got, want = (run(op, f, map_tensors(clone, args)) for f in (compiled, function))
+                assert all(map(self.same, got, want)), f"another result on {describe(args)}"
+
+    def test_nested(self, device):
+        """An elementwise operator of one or two tensors takes jagged nested tensors, and gives their gradients."""
+        op, signature = self.op, self.op.operator.signature
+        first = op.operator.tensors in ([0], [0, 1])  # PyTorch takes the first two arguments for the tensors.
+        if not signature.elementwise or len(signature.results) != 1 or not first:
+            return
+        offsets = torch.tensor([0, 1, 3], device=device)
+        samples = [a for a in op.samples(device, torch.float32) if all(t.shape[:1] == (3,) for t in tensors(a))]
+
+        def nested(function: Callable) -> Callable:
+            def call(*args: Any) -> Any:
+                jagged = map_tensors(lambda t: torch.nested.nested_tensor_from_jagged(t, offsets), args)
+                return map_tensors(lambda t: t.values(), function(*jagged))
+
+            return call
+
+        for function, args in product(self.entries(), samples[:1]):
+            got, want = (run(op, f, args) for f in (nested(function), function))
+            assert all(map(self.same, got, want)), f"another result of nested tensors on {describe(args)}"
+            if op.differentiable:
+                leaves = self.with_gradients(args)
+                compare(gradients(nested(function), leaves), gradients(function, leaves), "gradients of nested tensors")
+
+    def test_user_kernels(self, device):
+        """What a user registers in Python is what the public function and torch.ops call, until its library is gone."""
+        op = self.op
+        args = next(iter(op.samples(device, torch.float32)))
+        leaves = self.with_gradients(args) if op.differentiable else args
+        key = device.upper()
+        for given in (args, leaves) if self.backend is None else ():
+            seen: list[str] = []
+
+            def kernel(*passed: Any, seen: list[str] = seen) -> Any:
+                seen.append(key)
+                return op.reference(*passed)
+
+            with warnings.catch_warnings(), torch.library._scoped_library("extension_cpp", "IMPL") as library:
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")
+                library.impl(op.name, kernel, key, allow_override=True)
+                for function in self.entries():
+                    run(op, function, map_tensors(clone, given) if op.writes else given)
+            assert seen == [key] * 2, f"{seen}, not a call each of the kernel for {key} on {describe(given)}"
+            for function in self.entries():
+                run(op, function, map_tensors(clone, given) if op.writes else given)
+            assert len(seen) == 2, "a kernel is called whose library is gone"
+
+    def test_user_autocast(self, device):
+        """torch.library.register_autocast replaces the policy that is declared."""
+        op, low = self.op, torch.bfloat16
+        if self.backend or op.writes or not {low, torch.float32} <= {*op.dtypes}:
+            return
+        args = next(iter(op.samples(device, torch.float32)))
+        want = run(op, op.function, in_dtype(args, low))
+        with torch.library._scoped_library("extension_cpp", "IMPL") as library:
+            before = dict(self.overload.py_kernels)
+            torch.library.register_autocast(op.operator.qualified, device, low, lib=library)
+            for function in self.entries():
+                with torch.autocast(device, torch.float16):
+                    got = run(op, function, args)
+                assert all(map(same_bits, got, want)), f"another policy on {describe(args)}"
+        self.overload.py_kernels = before  # torch.library doesn't put it back.
+        self.overload._dispatch_cache.clear()
 
     def test_autocast(self, device):
         """As the same call of arguments that are cast by the declared policy; gradients in the dtype of each leaf."""

@@ -283,6 +283,20 @@ class TestCompiled:
         ]
 
     @pytest.mark.slow
+    def test_every_overload_is_removed_at_exit(self):
+        """PyTorch terminates the process if overloads go in the wrong order."""
+        done = python("""
+import torch, extension_cpp
+for backend in ("reference", "native"):
+    extension_cpp.use_backend(backend)
+compiled = torch.compile(extension_cpp.my_op, fullgraph=True, backend="eager")
+print([compiled(torch.ones(1), number).item() for number in (0.5, 1.5, 2.5)])
+print(sorted(torch.ops.extension_cpp.my_op.overloads()))
+""")
+        made = ["default", "kernel", "native", "reference", "symbolic", "tensor"]
+        assert done.stdout.splitlines() == ["[0.5, 1.5, 2.5]", str(made)] and done.returncode == 0, done.stderr
+
+    @pytest.mark.slow
     @needs_triton
     def test_triton_chosen_inside(self):
         """Also in a process that hasn't imported Triton before."""

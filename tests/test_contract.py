@@ -23,6 +23,8 @@ def define(
     vmap=None,
     autocast="promote",
     into=False,
+    number=False,
+    fused=False,
     signature="x: ... -> ...",
     instead=None,
     public=None,
@@ -31,10 +33,11 @@ def define(
 ) -> Contract:
     """An operator that doubles x, or is meant to, and what the contract is told of it.
 
-    `into`: it writes into an argument. `instead`: by dispatch key, what is put in the place of something derived;
-    `public`: in that of the public function.
+    `into`: it writes into an argument. `number`: it multiplies x with a number instead. `instead`: by dispatch key, what
+    is put in the place of something derived; `public`: in that of the public function.
     """
-    LIBRARY.define(name + ("(Tensor x, Tensor(a!) out) -> ()" if into else "(Tensor x) -> Tensor"))
+    arguments = "Tensor x, Tensor(a!) out" if into else "Tensor x, float times" if number else "Tensor x"
+    LIBRARY.define(f"{name}({arguments}) -> {'()' if into else 'Tensor'}")
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, key)
     declared = operator(
@@ -44,8 +47,9 @@ def define(
         backward=backward,
         vmap=vmap,
         autocast=autocast,
+        fused=fused,
         differentiable=backward is not None if differentiable is None else differentiable,
-    )(reference or (double_into if into else double))
+    )(reference or (double_into if into else multiply if number else double))
     for key, function in (instead or {}).items():
         _implement(name, function(declared.operator), key)
     if public is not None:
@@ -53,7 +57,7 @@ def define(
         declared = public
 
     class Described(Contract):
-        op = Case(declared, into_samples if into else samples, **description)
+        op = Case(declared, into_samples if into else number_samples if number else samples, **description)
 
     return Described()
 
@@ -66,6 +70,15 @@ def samples(device: str, dtype: torch.dtype):
 def into_samples(device: str, dtype: torch.dtype):
     for (x,) in samples(device, dtype):
         yield x, torch.zeros_like(x)
+
+
+def number_samples(device: str, dtype: torch.dtype):
+    for (x,) in samples(device, dtype):
+        yield x, 1.5
+
+
+def multiply(x: Tensor, times: float) -> Tensor:
+    return x * times
 
 
 def double(x: Tensor) -> Tensor:
@@ -216,10 +229,22 @@ def modes_matter(grad: Tensor) -> Tensor:
     return grad * (3 if torch._C._len_torch_dispatch_stack() else 2)
 
 
-healthy = define("fault_none", double, backward=twice)
+def puts(x: Tensor) -> Tensor:
+    """Which PyTorch refuses where only deterministic operators are allowed."""
+    return double(x).put_(torch.zeros(1, dtype=torch.int64, device=x.device), x.reshape(-1)[:1] * 2)
+
+
+def untagged(name: str) -> Contract:
+    contract = define(name, double)
+    contract.op.operator.default._tags = []
+    return contract
+
+
+healthy = define("fault_none", double, backward=twice, fused=lambda x: x * 2)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_once = define("fault_none_once", double, backward=lambda grad: grad.detach() * 2, differentiable="once")
 healthy_where = define_where("fault_none_where", where_large)
+healthy_number = define("fault_none_number", multiply, number=True, backward=lambda grad, times: grad * times)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
     "wrong values": (define("fault_values", lambda x: x * 2.001), "test_parity"),
@@ -302,6 +327,26 @@ FAULTS = {
         "test_autocast",
     ),
     "a reference that can't be traced": (define("fault_trace", double, reference=asks_for_a_value), "test_export"),
+    "rounded otherwise where it is fused": (
+        define("fault_fused", double, fused=lambda x: x * 2 + x * 1e-7),
+        "test_inductor_fuses",
+    ),
+    "a graph for each number": (
+        define(
+            "fault_number",
+            multiply,
+            number=True,
+            public=lambda x, times: torch.ops.extension_cpp.fault_number(x, times),
+        ),
+        "test_symbolic_numbers",
+    ),
+    "operations that are not counted": (define("fault_flops", double, public=lambda x: x * 2), "test_flops"),
+    "no event in a profile": (define("fault_profile", double, public=lambda x: x * 2), "test_profile"),
+    "not deterministic, by PyTorch's switch": (define("fault_put", puts), "test_deterministic"),
+    "no tag for torch.compile": (untagged("fault_untagged"), "test_compliant"),
+    "no tag for nested tensors": (untagged("fault_unnested"), "test_nested"),
+    "goes past a user's kernel": (define("fault_past", double, public=lambda x: double(x)), "test_user_kernels"),
+    "goes past a user's autocast": (define("fault_policy", double, public=lambda x: double(x)), "test_user_autocast"),
     "made where it is the default": (define("fault_factory", double, public=with_a_factory), "test_dispatch_modes"),
     "depends on a dispatch mode": (define("fault_mode", double, backward=modes_matter), "test_dispatch_modes"),
     "changes out, then refuses": (
@@ -332,7 +377,7 @@ def test_fault_is_caught(fault, device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    for contract in (healthy, healthy_into, healthy_where, healthy_once):
+    for contract in (healthy, healthy_into, healthy_where, healthy_once, healthy_number):
         if contract in (healthy, healthy_once) or "grad" not in check:
             getattr(contract, check)(**arguments(check, device))
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
@@ -255,6 +256,16 @@ class TestProperties:
         one = torch.ones((), device=device, dtype=dtype)
         for got, want in zip(backward(one.expand(y.shape), y, kernel), backward(torch.ones_like(y), y, kernel)):
             assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_operations(trained):
+    """A convolution a step, and as many in the gradients of the states, and in that of the kernel where it is needed."""
+    b, t, h, k = 2, 3, 8, 3
+    x, kernel = torch.ones(b, t, h, requires_grad=True), torch.ones(1, 1, k, requires_grad=trained)
+    with FlopCounterMode(display=False) as counter:
+        extension_cpp.convrnn_forward(x, kernel, torch.ones(b, h)).sum().backward()
+    assert counter.get_total_flops() == (2 + trained) * 2 * b * t * h * k
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,6 +9,7 @@ from contract import DEVICES, FLOATING, Case, Contract, guarded, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
 
@@ -137,6 +138,16 @@ def test_forward_mode(device):
         ):
             got = torch.autograd.forward_ad.unpack_dual(extension_cpp.matmul(x, y)).tangent
             torch.testing.assert_close(got, want)
+
+
+def test_operations_are_those_of_mm():
+    counts = []
+    for function in (extension_cpp.matmul, torch.mm):
+        a, b = torch.ones(3, 5, requires_grad=True), torch.ones(5, 7, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            function(a, b).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [3 * 2 * 3 * 5 * 7] * 2
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)

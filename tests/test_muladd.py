@@ -1,11 +1,23 @@
 """mymuladd, mymul and myadd_out: the contract, and what is particular to them."""
 
 import re
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Case, Contract, same_bits, significant_strides
+import torch.compiler.config
+from contract import (
+    DEVICES,
+    FLOATING,
+    Case,
+    Contract,
+    Onlooker,
+    default_device,
+    same_bits,
+    significant_strides,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import available_memory, strided_tensor
@@ -285,6 +297,32 @@ class TestEverywhere:
         assert negated.is_neg()
         torch.testing.assert_close(extension_cpp.mymul(negated, a), negated * a)
 
+    def test_what_enters_no_formula(self, device):
+        """Registered formulas take longer than the operator: a call without a gradient needs none."""
+        a, parameter = torch.ones(3, device=device), torch.nn.Parameter(torch.ones(3, device=device))
+        b, entered = a.clone().requires_grad_(), set()
+
+        def look(frame, event, argument):
+            entered.add(frame.f_code.co_name)
+
+        def called(*args) -> set[str]:
+            extension_cpp.mymul(*args)  # The first call makes what it needs.
+            entered.clear()
+            sys.setprofile(look)
+            try:
+                extension_cpp.mymul(*args)
+            finally:
+                sys.setprofile(None)
+            return entered - {"called", "is_dynamo_compiling"}
+
+        with torch.no_grad():
+            assert called(parameter, a) == called(a, b) == {"mymul"}
+        with default_device("meta"):
+            assert not {"autograd", "__torch_function__"} & called(a, a)
+            assert "autograd" not in called(a, b)
+        with Onlooker():
+            assert "autograd" not in called(a, a) | called(a, b)
+
     def test_modes_see_the_operator(self, device):
         from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -316,6 +354,22 @@ class TestEverywhere:
             tall = row[: 2**31].view(2**16, 2**15)
             got = extension_cpp.mymul(tall, tall[:1, :].t().expand(2**15, 2**16).t())
             assert torch.equal(got[-1, -5:], tall[-1, -5:] * tall[0, -5:])
+
+
+def test_what_inductor_keeps_on_disk_is_not_used_for_another_kernel():
+    def call(a: Tensor) -> Tensor:
+        return extension_cpp.mymuladd(a, a, -1.0).relu()
+
+    a = torch.full((64,), 1 + 2.0**-12)
+    with torch.compiler.config.patch(cache_key_tag=""):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(call)(a), (a.double() * a.double() - 1).float())
+        torch._dynamo.reset()
+        with warnings.catch_warnings(), torch.library._scoped_library("extension_cpp", "IMPL") as library:
+            warnings.simplefilter("ignore")
+            library.impl("mymuladd", lambda a, b, c: a * 0 + 7, "CPU", allow_override=True)
+            assert torch.equal(torch.compile(call)(a), torch.full((64,), 7.0))
+        torch._dynamo.reset()
 
 
 def test_huge_pages_under_a_large_result():

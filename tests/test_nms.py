@@ -346,6 +346,20 @@ def test_in_a_compiled_function(device):
         assert boxes.grad is not None and scores.grad is not None
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_of_two_selections():
+    """Whose sizes only the values tell, each its own: no guard asks whether they are equal."""
+    torch._dynamo.reset()
+
+    def kept(boxes: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
+        return extension_cpp.nms(boxes[wanted], scores[wanted.clone()], 0.5)
+
+    boxes, scores = (t.float() for t in grid_boxes(50))
+    compiled = torch.compile(kept, fullgraph=True, backend="aot_eager")
+    for wanted in (scores > scores.median(), scores < scores.median(), scores > 2 * scores.max()):
+        assert torch.equal(compiled(boxes, scores, wanted), kept(boxes, scores, wanted))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCuda:
     def test_capture_is_refused(self):

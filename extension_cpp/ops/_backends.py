@@ -147,7 +147,9 @@ def make(operator: Any, backend: str) -> None:
     """Make an operator's overload for a backend unless it was made."""
     with _making:
         if backend not in operator.made:
+            entry = operator.packet._op
             _lead_to(operator, backend, operator.make_overload(backend))
+            operator.packet._op = entry  # Its hash is that of the packet, by which others know the operator.
             operator.made.add(backend)
 
 

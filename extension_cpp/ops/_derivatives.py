@@ -213,6 +213,8 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
             return _within(backend, rule)(info, in_dims, *args)
 
     Derivative.__name__ = Derivative.__qualname__ = f"{operator.name}_derivative"
+    backward: Any = Derivative._backward_cls  # type: ignore[attr-defined]
+    backward.__name__ = f"{operator.name}Backward"  # The name in a profile, and of grad_fn.
     return Derivative
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import linecache
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,14 @@ from torch import Tensor
 from torch._C import (
     _any_requires_grad,
     _are_functorch_transforms_active,
+    _AutoDispatchBelowAutograd,
     _dispatch_call_boxed,
+    _get_function_stack_at,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
@@ -39,6 +43,7 @@ from torch.nn import Parameter
 from extension_cpp import _loader
 from extension_cpp.ops import _backends, _derivatives, _sharding
 from extension_cpp.ops._backends import fail
+from extension_cpp.ops._later import when_imported
 
 if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
     from extension_cpp.ops._signature import Signature
@@ -47,6 +52,10 @@ NAMESPACE = "extension_cpp"
 F = TypeVar("F", bound=Callable[..., Any])
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Overloads with arguments of other types. It goes first at exit: once one of two overloads with the same arguments is gone,
+# PyTorch can't remove one with others.
+_other_types = torch.library.Library(NAMESPACE, "FRAGMENT")
+
 
 _HELPERS = {
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
@@ -58,7 +67,11 @@ _HELPERS = {
     "_forward_ad": forward_ad,
     "_increment_version": increment_version,
     "_Tensor": Tensor,
+    "_Parameter": Parameter,
+    "_impls": torch.library._impls,
 }
+# Where a plain call of an operator passes in the dispatcher, before its kernel and there.
+_PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
 
 
@@ -91,10 +104,17 @@ class operator:
     autocast: str = "promote"
     """What torch.autocast does with floating arguments: "promote" to the widest dtype among them, "lower" to autocast's
     own, "float32", or "" for nothing."""
+    flops: str = ""
+    """Floating-point operations of a call, for PyTorch's counter: products of sizes of the signature, "2 M N K + M N", where
+    "..." is the number of elements. Without it, one an element of an elementwise operator, else none."""
     filled: dict[str, Callable] = field(default_factory=dict)
     """Arguments of the schema that the public function doesn't have: name to a function of the first tensor."""
     onnx: Callable | None = None
     """What the operator is in ONNX, of onnxscript's operators, where the reference can't be traced: it asks for values."""
+    fused: Callable | bool = False
+    """What torch.compile's Inductor fuses with the operators around it, in place of a call of the kernel, for float32 and
+    float64 on the CPU: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the
+    reference."""
     triton: bool = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name."""
     public: bool = True
@@ -137,12 +157,19 @@ class Operator:
         if declared.differentiable not in (True, False, "once"):
             fail(self.name, f'differentiable must be True, False or "once", got {declared.differentiable!r}')
         self.differentiable = bool(declared.differentiable) and not self.written
+        # torch.library._impls has every registration made in Python. Those made here are taken out (_implement).
+        passed = frozenset(f"{NAMESPACE}/{self.name}/{key}" for key in _PASSED)
+        torch.library._impls.difference_update(passed)
+        self.is_ours = passed.isdisjoint
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self.shown: set[str] = set()
         self._complete(self.default, None)
         self._choose_kernels()
         self.function = self._make_function()
+        when_imported("torch.utils.flop_counter", self._count_operations)
+        if declared.fused:
+            when_imported("torch._inductor.lowering", self._fuse)
 
     # What the signature says.
 
@@ -159,15 +186,25 @@ class Operator:
 
     def fake(self, *args: Any) -> Any:
         """The results of a call without their values; raises what the kernels raise."""
+        if self.declared.fused and self._is_replaced():
+            # Inductor keeps on disk what it fused in other processes.
+            config: Any = importlib.import_module("torch.compiler.config")
+            if (tag := f"{self.qualified} is replaced;") not in config.cache_key_tag:
+                config.cache_key_tag += tag
         if self.declared.fake:
             return self.declared.fake(*args)
         every = self.all_arguments(args)
         return self.signature.empty(every, self.signature.check(every))
 
+    def _is_replaced(self) -> bool:
+        """Whether a call on the CPU leads to something else than the native kernel."""
+        return _backends.used(self.name, "cpu") != "native" or not self.is_ours(torch.library._impls)
+
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
         self.signature.check(args)
-        return self.reference(*args)
+        with _RecordFunctionFast(f"{self.qualified}.reference"):
+            return self.reference(*args)
 
     @cached_property
     def differentiable_arguments(self) -> list[int]:
@@ -192,8 +229,9 @@ class Operator:
         """A function with the parameters of the reference: the quick way, for plain calls, and else the general one.
 
         The quick way is written out for its arguments, as every call pays for it: no transform, mode, subclass or compiler
-        takes part, and nothing needs a derivative. It leads to <op>.kernel, which has none. Entering a formula that is
-        registered in Python takes longer than the operator itself takes on small tensors.
+        takes part, nothing needs a derivative, and no user has registered a kernel for the operator. It leads to
+        <op>.kernel, which has no derivative. Entering a formula that is registered in Python takes longer than the operator
+        itself takes on small tensors.
         """
         parameters, arguments, plain, grads = [], [], [], []
         defaults: dict[str, Any] = {}
@@ -209,16 +247,17 @@ class Operator:
             arguments.append(name)
             if i in self.tensors:
                 if "Optional" in kind:
-                    plain.append(f"({name} is None or type({name}) is _Tensor)")
+                    plain.append(f"({name} is None or type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name} is not None and {name}.requires_grad")
                 else:
-                    plain.append(f"type({name}) is _Tensor")
+                    plain.append(f"(type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name}.requires_grad")
             elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
-        ways = ["_compiling()", "_transforms()", "_dispatch_modes()", "_function_modes()"]
+        ways = ["_compiling()", "not _is_ours(_impls)", "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
+        ways.insert(0, "_function_modes()")  # They see what is asked of a tensor.
         ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
         kernel = f"_call(_kernel, {', '.join(arguments)})"
         quick = [f"            return {kernel}"]
@@ -232,6 +271,7 @@ class Operator:
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             test, quick = "", []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
+        scope["_is_ours"] = self.is_ours
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -258,39 +298,60 @@ class Operator:
         return function
 
     def _make_general(self) -> Callable:
-        default, kernel, tensors = self.default, self.kernel, self.tensors
+        packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors
         numbers = [i for i in range(len(self.names)) if i not in tensors]
+        floats = [i for i in numbers if str(self.schema.arguments[i].type) == "float"]
+        if self.written or self.declared.fake:  # Which may ask for the value.
+            floats = []
+
+        def prepare() -> bool:
+            return self.symbolic is not None
+
+        prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         def general(*args: Any) -> Any:
             if is_dynamo_compiling():
+                if floats and not _len_torch_function_stack() and not torch.compiler.is_exporting():
+                    known = torch.fx.experimental.symbolic_shapes.has_static_value
+                    if not all(known(args[i]) for i in floats if isinstance(args[i], float | int)) and prepare():
+                        return packet.symbolic(*args)
                 return default(*args)
+            if floats and any(isinstance(args[i], torch.SymFloat | torch.SymInt) for i in floats):
+                return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
             for i in numbers:
                 if isinstance(args[i], Tensor) and args[i].requires_grad:
                     why = "got a tensor that requires a gradient, of which it would get none"
                     fail(self.name, f"{self.names[i]} must be a number, {why}")
-            eager = not (
+            plain = not (
                 self.written
                 or kernel is None
                 or _backends.chosen
                 or _are_functorch_transforms_active()
-                or _len_torch_dispatch_stack()
-                or _len_torch_function_stack()
+                or _function_modes_matter()
                 or forward_ad._current_level >= 0
                 or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
-            ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter or args[i] is None for i in tensors)
-            if not eager or any(args[i] is None for i in tensors):
+                or not self.is_ours(torch.library._impls)
+            ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter for i in tensors)
+            if not plain:
                 return default(*args)
+            seen = bool(_len_torch_dispatch_stack())
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
-                return self._apply(*args)
-            return _dispatch_call_boxed(kernel, *args)
+                return self._apply[seen](*args)
+            if not seen:
+                return _dispatch_call_boxed(kernel, *args)
+            with _AutoDispatchBelowAutograd():  # A formula that is registered in Python takes as long as all else.
+                return default(*args)
 
         return general
 
     @cached_property
-    def _apply(self) -> Callable:
-        """A plain call that needs a gradient: torch's own entry, without what Function.apply does for torch.func."""
-        function = _derivatives.make_function(self, self.default, None, quick=True)
-        return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    def _apply(self) -> list[Callable]:
+        """A plain call that needs a gradient, without a dispatch mode and with one.
+
+        torch's own entry, without what Function.apply does for torch.func.
+        """
+        functions = [_derivatives.make_function(self, self.default, None, quick) for quick in (True, False)]
+        return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
 
     # Registration.
 
@@ -312,6 +373,7 @@ class Operator:
             return result
 
         torch.library.register_fake(name, fake, lib=_library)
+        overload._tags = _Tags(self)
         name = name.partition("::")[2]
         if self.written:
             _implement(name, torch.library.fallthrough_kernel, "Autograd")
@@ -325,7 +387,10 @@ class Operator:
         _library.impl(name, _derivatives.make_transformed(self, overload, backend), "FuncTorchDynamicLayerFrontMode")
         if self.declared.autocast:
             for device in ("CPU", "CUDA"):
-                _library.impl(name, _derivatives.make_autocast(self, overload, device), f"Autocast{device}")
+                autocast = _derivatives.make_autocast(self, overload, device)
+                _library.impl(name, autocast, f"Autocast{device}")
+                # torch.library.register_autocast replaces this one, and fails where it is missing.
+                overload.py_impl(getattr(torch._C.DispatchKey, f"Autocast{device}"))(autocast)
 
     def _choose_kernels(self) -> None:
         """Let the operator lead to what is used on each type of device."""
@@ -356,6 +421,7 @@ class Operator:
         ):
             if self.kernel is not None:
                 _library.impl(f"{name}.kernel", self.default, key)
+                self.packet.kernel._tags = self.default._tags
         by_triton = False
         for device in ("cpu", "cuda"):
             backend, there = _backends.used(name, device), device in self.native
@@ -370,6 +436,37 @@ class Operator:
                 _implement(f"{name}.kernel", kernel, device.upper())
         if by_triton and not _backends.interpreted:
             self._show_the_compiler(self.default)
+
+    def _count_operations(self, counter: Any) -> None:
+        """Enter the formula into torch.utils.flop_counter."""
+
+        def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            return self.signature.operations(self.all_arguments(args), self.declared.flops)
+
+        counter.register_flop_formula(self.packet, get_raw=True)(formula)
+
+    def _fuse(self, lowering: Any) -> None:
+        """Let Inductor take `fused` for the operator.
+
+        Not on CUDA, where Inductor contracts a product with a sum after it, nor in float16 and bfloat16, which Inductor
+        doesn't round between operators.
+        """
+        function = self.reference if self.declared.fused is True else self.declared.fused
+
+        def decomposition(*args: Any) -> Any:
+            first = args[self.tensors[0]]
+            plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
+            if not plain or self._is_replaced():
+                return NotImplemented
+            return function(*self.all_arguments(args))  # type: ignore[operator]
+
+        from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+        decompositions[self.default] = decomposition
+        fast_random_decomps.cache_clear()  # A copy of these.
+        # As of any operator. Inductor has to be told so where there is a decomposition.
+        strides = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+        lowering.make_fallback(self.default, layout_constraint=strides, warn=False, override_decomp=True)
 
     def make_overload(self, backend: str) -> Any:
         """<op>.<backend>."""
@@ -391,10 +488,50 @@ class Operator:
         kernel = self.replaced.get(device)
         return kernel.call_boxed(keys, *args) if kernel else self.default.redispatch(keys, *args)
 
+    @cached_property
+    def symbolic(self) -> Any:
+        """<op>.symbolic, for numbers that are known to torch.compile as symbols only.
+
+        An argument that is a float in the schema is one value for a whole graph. This overload takes any number; where
+        torch.compile takes it apart, below autograd, the numbers become tensors of one element for <op>.tensor.
+        """
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+        floats = [i for i, argument in enumerate(self.schema.arguments) if str(argument.type) == "float"]
+
+        def with_numbers(function: Callable, args: Sequence[Any]) -> list[Any]:
+            return [function(arg) if i in floats else arg for i, arg in enumerate(args)]
+
+        def kernel(*args: Any) -> Any:
+            return self.default(*with_numbers(lambda arg: arg.item() if isinstance(arg, Tensor) else arg, args))
+
+        def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with mode:
+                one = torch.ones((), dtype=torch.float64, device="cpu")
+                return self.packet.tensor(*with_numbers(lambda number: one * number, self.all_arguments(args)))
+
+        entry = self.packet._op
+        arguments = str(self.schema).partition("(")[2]
+        for name, pattern, kind in (
+            ("symbolic", r"float (\w+)", r"Scalar \1"),
+            ("tensor", r"float (\w+)(=[^,)]*)?", r"Tensor \1"),
+        ):
+            _other_types.define(f"{self.name}.{name}({re.sub(pattern, kind, arguments)}")
+        self.packet._op = entry
+        for overload in (self.packet.symbolic, self.packet.tensor):
+            _library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")
+            self._complete(overload, None)
+        torch.library.register_torch_dispatch(f"{self.qualified}.symbolic", FunctionalTensorMode, rule, lib=_library)
+        return self.packet.symbolic
+
     def _make_triton(self) -> Any:
         """<op>.triton, of the kernel in extension_cpp/triton."""
         module = importlib.import_module(f"{NAMESPACE}.triton.{self.stem}")
-        function = getattr(module, self.name)
+        kernel = getattr(module, self.name)
+
+        def function(*args: Any) -> Any:
+            with _RecordFunctionFast(f"{self.qualified}.triton"):
+                return kernel(*args)
 
         def run(*args: Any) -> Any:
             _backends.require(self.name, "triton", args)
@@ -473,11 +610,34 @@ class Operator:
         return args if len(args) == len(self.names) else [*args, *self.defaults[len(args) :]]
 
 
+class _Tags(Sequence):
+    """Of an operator's overloads, as OpOverload.tags has them. They ask for the signature, which no import reads.
+
+    What PyTorch does with a pointwise operator is meant for one result.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+
+    def __len__(self) -> int:
+        return 1 + (self.operator.signature.elementwise and len(self.operator.schema.returns) == 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)[: len(self)][index]
+
+
 def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -> None:
     """In place of what is registered there, if anything is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+    torch.library._impls.discard(f"{NAMESPACE}/{name}/{key}")  # What is found there later is a user's.
+
+
+def _function_modes_matter() -> bool:
+    """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
+    count = _len_torch_function_stack()
+    return count > 1 or (count == 1 and type(_get_function_stack_at(0)).__module__ != "torch.utils._device")
 
 
 def _is_decomposed(overload: Any) -> bool:

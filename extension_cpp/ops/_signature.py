@@ -7,6 +7,7 @@ docs/add-an-operator.md has the grammar.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -319,6 +320,16 @@ class Signature:
             if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride())):
                 got = f"shape {text(t.shape)} with strides {text(t.stride())}"
                 fail(op, f"{argument.name} must not overlap itself, got {got}")
+
+    def operations(self, args: Sequence[Any], terms: str) -> int:
+        """Of a call, by "2 M N K + M N" as in a declaration; one an element if elementwise and nothing is said."""
+        sizes = self.check(args)
+        leading = [t.shape for argument, t in self.tensors(args) if t is not None and argument.patterns[0].pack]
+        sizes["..."] = torch.broadcast_shapes(*leading).numel() if self.broadcasts else math.prod(sizes.get("...", ()))
+        return sum(
+            math.prod(sizes[size] if size == "..." else int(value(size, sizes)) for size in term.split())
+            for term in (terms or ("..." if self.elementwise else "0")).split(" + ")
+        )
 
     def empty(self, args: Sequence[Any], sizes: Sizes) -> Any:
         """The results of a call whose arguments were checked, uninitialised."""

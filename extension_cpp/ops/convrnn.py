@@ -34,7 +34,7 @@ def _backward(grad: Tensor, result: Tensor, kernel: Tensor, needs: tuple[bool, .
     return convrnn_backward(grad, result, kernel, needs[1])
 
 
-@operator(backward=_backward, independent="B", autocast="lower")
+@operator(backward=_backward, independent="B", autocast="lower", flops="2 B T H K")
 def convrnn_forward(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
     r"""A recurrence over time whose state is convolved, circularly, with a kernel.
 
@@ -75,7 +75,13 @@ def convrnn_forward(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-@operator(independent="B", summed="B", autocast="lower", public=False)
+@operator(
+    independent="B",
+    summed="B",
+    autocast="lower",
+    flops="2 B S-1 H K + 2 B S-1 H K kernel_grad",
+    public=False,
+)
 def convrnn_backward(
     grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:

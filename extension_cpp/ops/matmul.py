@@ -39,6 +39,7 @@ def _backward(grad: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor 
     independent="M N",
     summed="K",
     autocast="lower",
+    flops="2 M N K",
     filled={"allow_tf32": _allows_tf32},
 )
 def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:

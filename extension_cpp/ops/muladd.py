@@ -9,13 +9,25 @@ __all__ = ["myadd_out", "mymul", "mymuladd"]
 
 
 def _backward(grad: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of a * b and of a * b + c. One pass gives both gradients, where they are of one shape."""
-    if a is not None and b is not None and a.shape == b.shape:
+    """Of a * b and of a * b + c. One pass gives both gradients, where they are of one shape.
+
+    Nested tensors know operators of one or two tensors only.
+    """
+    if a is not None and b is not None and a.shape == b.shape and not grad.is_nested:
         return mymul_backward(grad, a, b)
     return None if b is None else mymul(grad, b), None if a is None else mymul(grad, a)
 
 
-@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, triton=True)
+def _fused(a: Tensor, b: Tensor, c: float) -> Tensor:
+    """Rounded once, where Inductor's loops are vectors of a CPU with this instruction."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return NotImplemented
+    from torch._inductor.inductor_prims import fma
+
+    return fma(a, b, a.new_full((), c))
+
+
+@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, flops="2 ...", fused=_fused, triton=True)
 def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     r"""Multiply-add: :math:`a \cdot b + c`, elementwise, rounded once.
 
@@ -44,7 +56,7 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     return (a * b).copy_(a.float() * b.float() + c)  # Of the strides that a conversion of the inputs may lose.
 
 
-@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, triton=True)
+@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, fused=True, triton=True)
 def mymul(a: Tensor, b: Tensor) -> Tensor:
     r"""Multiply: :math:`a \cdot b`, elementwise.
 
@@ -81,7 +93,7 @@ def myadd_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     torch.add(a, b, out=out)
 
 
-@operator(triton=True, public=False)
+@operator(flops="2 ...", fused=True, triton=True, public=False)
 def mymul_backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a and b, of one shape, for the gradient of a * b."""
     return grad * b, grad * a
