@@ -172,9 +172,9 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
         libraries |= {f"{name}_cuda.so": [str(path) for path in sources if path.suffix == ".cu"]} if nvcc else {}
         common = [str(path) for path in sorted((folder / "common").glob("*.cpp"))]
         libraries = {library: files + common for library, files in libraries.items() if files}
-        key = json.dumps(
-            [commands, libraries, torch.__version__, torch.version.cuda, [version(c) for c in (compiler, nvcc)]]
-        )
+        # Of ninja too: one that can't read another's log takes old objects for new.
+        versions = [version(program) for program in (compiler, nvcc, "ninja")]
+        key = json.dumps([commands, libraries, torch.__version__, torch.version.cuda, versions])
         cache = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         cache.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(cache / "lock"):
@@ -190,9 +190,9 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "extension_cpp"
 
 
-def version(compiler: str | None) -> str:
-    """The time and size of the compiler's file, which differ after another version is installed in its place."""
-    found = shutil.which(compiler) if compiler else None
+def version(program: str | None) -> str:
+    """The time and size of a program's file, which differ after another version is installed in its place."""
+    found = shutil.which(program) if program else None
     return f"{os.stat(found).st_mtime_ns} {os.stat(found).st_size}" if found else ""
 
 

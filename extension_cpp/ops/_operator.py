@@ -522,6 +522,7 @@ class Operator:
             _library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")
             self._complete(overload, None)
         torch.library.register_torch_dispatch(f"{self.qualified}.symbolic", FunctionalTensorMode, rule, lib=_library)
+        self.shown.add(f"{self.qualified}.symbolic")
         return self.packet.symbolic
 
     def _make_triton(self) -> Any:
@@ -566,7 +567,7 @@ class Operator:
         known = {Tensor, FunctionalTensor, FakeTensor}
 
         def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if _is_decomposed(op):
+            if self._is_decomposed(op):
                 with mode:
                     return self.decomposition(*args, **(kwargs or {}))
             from torch.export._trace import (
@@ -594,7 +595,7 @@ class Operator:
         from torch._subclasses.functional_tensor import FunctionalTensorMode
 
         def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not _is_decomposed(op):
+            if not self._is_decomposed(op):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             with mode:
                 return self.decomposition(*args, **(kwargs or {}))
@@ -604,6 +605,15 @@ class Operator:
             if name not in self.shown:
                 torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_library)
                 self.shown.add(name)
+
+    def _is_decomposed(self, overload: Any) -> bool:
+        """Whether what traces now is to take the operator apart, as run_decompositions was told."""
+        from torch.fx.experimental import proxy_tensor
+
+        table = getattr(proxy_tensor.get_proxy_mode(), "decomposition_table", None)
+        if table is None:  # Up to torch 2.12 it is there.
+            table = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})
+        return table.get(overload) == self.decomposition  # Inductor's table has another.
 
     def all_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """With the defaults of arguments that the dispatcher left out."""
@@ -638,16 +648,6 @@ def _function_modes_matter() -> bool:
     """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
     count = _len_torch_function_stack()
     return count > 1 or (count == 1 and type(_get_function_stack_at(0)).__module__ != "torch.utils._device")
-
-
-def _is_decomposed(overload: Any) -> bool:
-    """Whether what traces now has a decomposition for an operator, as run_decompositions was given one."""
-    from torch.fx.experimental import proxy_tensor
-
-    tracer = proxy_tensor.get_proxy_mode()
-    table = getattr(tracer, "decomposition_table", None)
-    # Up to torch 2.12 the table is there.
-    return overload in (getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {}) if table is None else table)
 
 
 @cache
