@@ -205,10 +205,11 @@ def test_calls_are_right_and_wrong(name):
     """What hypothesis draws from reaches both: else the test above would say nothing."""
     said = set()
 
-    @settings(max_examples=60)
+    @settings(max_examples=1000)
     @given(data=st.data())
     def draw(data):
-        said.add(bool(agree(name, data.draw(calls(name)))))
+        if len(said) < 2:
+            said.add(bool(agree(name, data.draw(calls(name)))))
 
     draw()
     assert said == {True, False}

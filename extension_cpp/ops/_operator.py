@@ -388,7 +388,7 @@ class Operator:
         if self.declared.autocast:
             for device in ("CPU", "CUDA"):
                 autocast = _derivatives.make_autocast(self, overload, device)
-                _library.impl(name, autocast, f"Autocast{device}")
+                _implement(name, autocast, f"Autocast{device}")
                 # torch.library.register_autocast replaces this one, and fails where it is missing.
                 overload.py_impl(getattr(torch._C.DispatchKey, f"Autocast{device}"))(autocast)
 
