@@ -32,14 +32,23 @@ hypothesis.settings.register_profile("quick", deadline=None, max_examples=10, de
 NOT_OF_A_BUILD = (
     "test_autocast",
     "test_compile_for_any_size",
+    "test_compliant",
+    "test_deterministic",
     "test_dispatch_modes",
     "test_export",
+    "test_flops",
     "test_forward_mode",
     "test_gradcheck",
+    "test_inductor_fuses",
+    "test_keeps",
+    "test_nested",
     "test_non_tensors",
     "test_opcheck",
+    "test_profile",
     "test_same_bits_every_time",
+    "test_symbolic_numbers",
     "test_transforms",
+    "test_user_",
 )
 
 
@@ -49,6 +58,10 @@ def is_quick(item: pytest.Item) -> bool:
     return (
         params.get("dtype", torch.float32) in (torch.float32, torch.bfloat16)
         and not item.name.startswith(NOT_OF_A_BUILD)
+        # Where Inductor fuses, it compiles C++, for the first time in an environment for a minute.
+        and not (item.name.startswith("test_compile[") and item.cls.op.operator.declared.fused)
+        # Its kernels are Python files, which the checkout tests.
+        and not (params.get("chosen") == "triton" and params.get("device") == "cpu")
         # The reference is PyTorch: what is ours there is the registration.
         and (params.get("chosen") != "reference" or item.name.startswith(("test_parity", "test_errors")))
         and params.get("version", 13000) == 13000
@@ -56,8 +69,8 @@ def is_quick(item: pytest.Item) -> bool:
         and item.get_closest_marker("large") is None
         and item.get_closest_marker("slow") is None
         and (item.path.name != "test_doctor.py" or item.get_closest_marker("quick") is not None)
-        # One tests the tests; what the other does, the operators' own tests do too.
-        and item.path.name not in ("test_contract.py", "test_tutorial.py")
+        # One tests the tests, one is Python alone, and what the last does, the operators' own tests do too.
+        and item.path.name not in ("test_contract.py", "test_sharding.py", "test_tutorial.py")
     )
 
 

@@ -138,9 +138,9 @@ def triton_on_cuda() -> set[str]:
 
 
 def overloads() -> list[str]:
-    """What the libraries define, by the name that the dispatcher has for it; the overloads of backends are Python's."""
+    """What the libraries define, by the name that the dispatcher has for it; other overloads are Python's."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::"))
-    return sorted(name for name in names if not name.endswith((".native", ".triton", ".reference")))
+    return sorted(name for name in names if name.partition(".")[2] in ("", "kernel"))
 
 
 def has_kernel(name: str, key: str) -> bool:

@@ -356,6 +356,7 @@ class TestEverywhere:
             assert torch.equal(got[-1, -5:], tall[-1, -5:] * tall[0, -5:])
 
 
+@pytest.mark.slow
 def test_what_inductor_keeps_on_disk_is_not_used_for_another_kernel():
     def call(a: Tensor) -> Tensor:
         return extension_cpp.mymuladd(a, a, -1.0).relu()

@@ -205,13 +205,14 @@ def test_calls_are_right_and_wrong(name):
     """What hypothesis draws from reaches both: else the test above would say nothing."""
     said = set()
 
-    @settings(max_examples=1000)
+    @settings(max_examples=20)
     @given(data=st.data())
     def draw(data):
-        if len(said) < 2:
-            said.add(bool(agree(name, data.draw(calls(name)))))
+        said.add(bool(agree(name, data.draw(calls(name)))))
 
-    draw()
+    for _ in range(20):  # Which it does at random, mostly at once.
+        if len(said) < 2:
+            draw()
     assert said == {True, False}
 
 

@@ -27,6 +27,8 @@ class _Finder:
             return None
         callbacks = _waiting.pop(name)
         spec: Any = importlib.util.find_spec(name)  # That of the other finders.
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_run(module: Any) -> None:
