@@ -41,12 +41,12 @@ define lint-and-test
 endef
 
 test:
-	@echo "make test: compiles, lints and tests; usually five minutes on two cores, and two more to make $(VENV) first"
+	@echo "make test: compiles, lints and tests; usually eight minutes on two cores, and two more to make $(VENV) first"
 	$(call lint-and-test,not packages and not long)
 
 # Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.
 test-all:
-	@echo "make test-all: compiles, lints and tests; usually fifteen minutes on two cores"
+	@echo "make test-all: compiles, lints and tests; usually half an hour on two cores"
 	$(call lint-and-test,not packages)
 
 # Of what `make package VARIANT=all` makes, beyond the tests that the packages carry.
