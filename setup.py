@@ -57,7 +57,7 @@ class NinjaBuild(build_ext):
         said = f"CPU only ({self.reason})"
         if self.nvcc:
             # A checkout's own libraries are tried out here; what is installed may have been built for other machines.
-            without = "9.0a+PTX" if self.of_checkout else "all"
+            without = _build.WITHOUT_GPU if self.of_checkout else "all"
             gpus = [gpu.architecture for gpu in _machine.nvidia().gpus]
             for_cuda, why = _build.architectures(gpus, without)
             listed = f"architectures {' '.join(for_cuda)} ({why}; to change it: TORCH_CUDA_ARCH_LIST=8.0, or all)"

@@ -312,10 +312,10 @@ def test_build_of_a_wheel(checkout, tmp_path):
     ("gpus", "without", "variable", "built"),
     [
         ([(12, 0), (9, 0), (6, 1), (8, 9), (9, 0)], "all", "", "8.9 9.0a 12.0+PTX"),
-        ([(7, 0)], "9.0a+PTX", "", "9.0a+PTX"),
+        ([(7, 0)], "8.0+PTX", "", "8.0+PTX"),
         ([], "all", "", _build.ARCHITECTURES.replace(";", " ")),
         ([(8, 9)], "all", "8.0, 9.0", "8.0 9.0"),
-        ([(8, 9)], "9.0a+PTX", "all", _build.ARCHITECTURES.replace(";", " ")),
+        ([(8, 9)], "8.0+PTX", "all", _build.ARCHITECTURES.replace(";", " ")),
     ],
     ids=["several", "too old", "none", "variable", "all"],
 )
@@ -339,7 +339,7 @@ def test_what_is_distributed_is_for_all_architectures():
 def test_the_first_line_says_what_is_built(checkout):
     """And how to change it. Nothing is compiled, as there is no compiler."""
     kept = {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}
-    there = "" if torch.cuda.is_available() else "9.0a+PTX (no GPU of 7.5 or newer is here; "
+    there = "" if torch.cuda.is_available() else f"{_build.WITHOUT_GPU} (no GPU of 7.5 or newer is here; "
     for variables, listed in (({"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, "8.0 9.0 (as the environment says; "), ({}, there)):
         done = build(checkout, "--quiet", "build_ext", "--inplace", **variables, **kept)
         first = done.stdout.splitlines()[0]

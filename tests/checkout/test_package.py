@@ -60,6 +60,16 @@ def channel(packages, tmp_path) -> Path:
     return tmp_path / "channel"
 
 
+@pytest.fixture
+def small(packages, tmp_path) -> Path:
+    """A checkout of one family, whose package has few tests."""
+    checkout = lean(tmp_path / "a check out", min(ROOT.glob("extension_cpp/ops/[!_]*.py")).stem)
+    for file in checkout.glob("tests/test_*.py"):
+        if file.name != "test_libraries.py":
+            file.unlink()
+    return checkout
+
+
 def quiet_log(folder: Path, name: str = "log") -> Log:
     return Log(folder / name, type("Quiet", (), {"update": lambda self, text: None})(), name)
 
@@ -210,30 +220,26 @@ class TestPackage:
         lines = [set(tree[record].decode().splitlines()) for tree in (cpu, cuda)]
         assert lines[1] - lines[0] == {"extension_cpp/_C_cuda.so,,"} and not lines[0] - lines[1]
 
-    def test_reproducible(self, packages, tmp_path, monkeypatch):
-        """Built again in another folder, of the same commit's time: the same bytes.
+    def test_any_folder(self, small, monkeypatch):
+        """With spaces in its path, from the build to the call; and the same bytes from another one.
 
         The CUDA package is made in the same way; of its compiler test_build.py shows it.
         """
-        unpack(packages["cpu"], tmp_path)
-        made = json.loads((tmp_path / "unpacked" / "info" / "index.json").read_text())
+        done = make(cwd=small, CHANNEL=str(CHANNEL), RATTLER_CACHE_DIR=str(ROOT / "dist" / "cache"))
+        assert done.returncode == 0 and "do as documented under torch" in done.stdout, done.stdout + done.stderr
+        assert not (small / "dist" / "work").exists()
+        (package,) = (small / "dist" / "conda").rglob("*.conda")
+        other = small.parent / "other"
+        shutil.copytree(small, other, ignore=shutil.ignore_patterns("dist", "__pycache__"))
         monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         pinning = local.LocalChannel(CHANNEL, Pins.load()).pinning()
-        engine = Engine(CHANNEL.as_uri(), made["timestamp"] // 1000, ROOT / "dist" / "cache", pinning)
-        again = engine.build(CPU, tmp_path / "again", quiet_log(tmp_path))
-        assert again.name == packages["cpu"].name
-        assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(packages["cpu"].read_bytes()).digest()
-
-    def test_path_with_spaces(self, packages, tmp_path):
-        """A checkout of one family, from the build to the call."""
-        family = min(ROOT.glob("extension_cpp/ops/[!_]*.py")).stem
-        checkout = lean(tmp_path / "a check out", family)
-        for file in checkout.glob("tests/test_*.py"):
-            if file.name != "test_libraries.py":
-                file.unlink()
-        done = make(cwd=checkout, CHANNEL=str(CHANNEL), RATTLER_CACHE_DIR=str(ROOT / "dist" / "cache"))
-        assert done.returncode == 0 and "do as documented under torch" in done.stdout, done.stdout + done.stderr
-        assert not (checkout / "dist" / "work").exists()
+        unpack(package, small)
+        made = json.loads((small / "unpacked" / "info" / "index.json").read_text())
+        cache = ROOT / "dist" / "cache"
+        engine = Engine(CHANNEL.as_uri(), made["timestamp"] // 1000, cache, pinning, other / "recipe")
+        again = engine.build(CPU, other / "dist", quiet_log(other))
+        assert again.name == package.name
+        assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(package.read_bytes()).digest()
 
     def test_again_does_nothing(self, packages):
         done = make(VARIANT="all")
@@ -638,16 +644,15 @@ class TestBadInput:
         done = make(cwd=checkout, CHANNEL="/nowhere", DIST=str(tmp_path / "dist"))
         assert "note: 1 uncommitted change will be in the package: LICENSE ..." in done.stdout
 
-    def test_compiler_error(self, packages, tmp_path):
-        checkout = clone(tmp_path / "checkout")
-        (checkout / "csrc" / "broken.cpp").write_text("int broken = ;\n")
-        done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
+    def test_compiler_error(self, small, tmp_path):
+        (small / "csrc" / "broken.cpp").write_text("int broken = ;\n")
+        done = make(cwd=small, CHANNEL=str(CHANNEL), DIST=str(tmp_path / "dist"))
         assert done.returncode == 1 and "broken.cpp:1:14: error" in done.stdout
 
-    def test_failed_tests_keep_a_package_out_of_the_channel(self, packages, tmp_path):
-        checkout, dist = clone(tmp_path / "checkout"), tmp_path / "dist"
-        (checkout / "tests" / "smoke.py").write_text("raise SystemExit('this package is no good')\n")
-        done = make(cwd=checkout, CHANNEL=str(CHANNEL), DIST=str(dist))
+    def test_failed_tests_keep_a_package_out_of_the_channel(self, small, tmp_path):
+        dist = tmp_path / "dist"
+        (small / "tests" / "smoke.py").write_text("raise SystemExit('this package is no good')\n")
+        done = make(cwd=small, CHANNEL=str(CHANNEL), DIST=str(dist))
         assert done.returncode == 1 and "this package is no good" in done.stdout
         assert "the package's tests failed; it is in" in done.stdout
         assert list((dist / "failed").glob("*.conda")) and not list((dist / "conda").rglob("*.conda"))
