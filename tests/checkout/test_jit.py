@@ -244,7 +244,7 @@ def test_the_installed_package_has_the_sources():
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 def test_just_in_time_under_a_cuda_torch(packages, tmp_path):
-    """What the package carries of its sources: an example for CPU and CUDA, and operators of its own in place of compiled ones."""
+    """An example for CPU and CUDA, and what the package carries of its sources in place of its compiled operators."""
     environment = ROOT / "dist" / "env" / "cuda130"
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cache = str(tmp_path / "cache")
