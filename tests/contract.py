@@ -518,7 +518,7 @@ class Contract:
     def test_inductor_fuses(self, device):
         """What Inductor takes for the operator has its bits, tails of vectors too; halves are left to the kernel."""
         op = self.op
-        if not op.operator.declared.fused or self.backend or device != "cpu":
+        if not op.operator.declared.fused or self.backend:
             return
         dtypes = [torch.float32, torch.float64, torch.bfloat16]
         every = [[a for a in op.samples(device, t) if all(x.numel() < 2000 for x in tensors(a))] for t in dtypes]
@@ -531,7 +531,8 @@ class Contract:
         results, code = run_and_get_code(torch.compile(call, fullgraph=True), *groups)
         for got, want, dtype in zip(results, call(*groups), dtypes):
             assert all(map(same_bits, got, want)), f"other bits in {dtype} where Inductor fuses"
-        assert len(re.findall(rf"torch\.ops\.extension_cpp\.{op.name}\.default\(", code[0])) == 1, code[0]
+        calls = _backends.used(op.name, device) != "triton"  # Whose kernels Inductor shows.
+        assert len(re.findall(rf"torch\.ops\.extension_cpp\.{op.name}\.default\(", code[0])) == calls, code[0]
 
     @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
     def test_symbolic_numbers(self, device):

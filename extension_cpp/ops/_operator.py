@@ -113,8 +113,8 @@ class operator:
     """What the operator is in ONNX, of onnxscript's operators, where the reference can't be traced: it asks for values."""
     fused: Callable | bool = False
     """What torch.compile's Inductor fuses with the operators around it, in place of a call of the kernel, for float32 and
-    float64 on the CPU: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the
-    reference."""
+    float64: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the reference.
+    On CUDA Inductor contracts a product with a sum after it, of this operator or the next."""
     triton: bool = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name."""
     public: bool = True
@@ -186,19 +186,28 @@ class Operator:
 
     def fake(self, *args: Any) -> Any:
         """The results of a call without their values; raises what the kernels raise."""
-        if self.declared.fused and self._is_replaced():
+        if self.declared.fused:
             # Inductor keeps on disk what it fused in other processes.
             config: Any = importlib.import_module("torch.compiler.config")
-            if (tag := f"{self.qualified} is replaced;") not in config.cache_key_tag:
-                config.cache_key_tag += tag
+            for device in filter(self._is_replaced, ("cpu", "cuda")):
+                if (tag := f"{self.qualified} is replaced on {device};") not in config.cache_key_tag:
+                    config.cache_key_tag += tag
         if self.declared.fake:
             return self.declared.fake(*args)
         every = self.all_arguments(args)
         return self.signature.empty(every, self.signature.check(every))
 
-    def _is_replaced(self) -> bool:
-        """Whether a call on the CPU leads to something else than the native kernel."""
-        return _backends.used(self.name, "cpu") != "native" or not self.is_ours(torch.library._impls)
+    def _is_replaced(self, device: str) -> bool:
+        """Whether a call leads to another kernel than those that have the bits of `fused`."""
+        backends = ("native",) if device == "cpu" else ("native", "triton")
+        return _backends.used(self.name, device) not in backends or not self.is_ours(torch.library._impls)
+
+    def _is_fused(self, *args: Any) -> bool:
+        """Whether Inductor takes `fused` in place of a call: not in float16 and bfloat16, which it doesn't round between
+        operators."""
+        first = args[self.tensors[0]]
+        device, plain = first.device.type, first.dtype in (torch.float32, torch.float64)
+        return bool(self.declared.fused) and plain and device in ("cpu", "cuda") and not self._is_replaced(device)
 
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
@@ -446,17 +455,11 @@ class Operator:
         counter.register_flop_formula(self.packet, get_raw=True)(formula)
 
     def _fuse(self, lowering: Any) -> None:
-        """Let Inductor take `fused` for the operator.
-
-        Not on CUDA, where Inductor contracts a product with a sum after it, nor in float16 and bfloat16, which Inductor
-        doesn't round between operators.
-        """
+        """Let Inductor take `fused` for the operator."""
         function = self.reference if self.declared.fused is True else self.declared.fused
 
         def decomposition(*args: Any) -> Any:
-            first = args[self.tensors[0]]
-            plain = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-            if not plain or self._is_replaced():
+            if not self._is_fused(*args):
                 return NotImplemented
             return function(*self.all_arguments(args))  # type: ignore[operator]
 
@@ -579,7 +582,8 @@ class Operator:
                 is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
                 for arg in args
             )
-            if not used or symbolic or custom_triton_ops_decomposition_disabled() or not {*types} <= known:
+            kept = not used or symbolic or self._is_fused(*args) or custom_triton_ops_decomposition_disabled()
+            if kept or not {*types} <= known:
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             with mode:
                 if self.triton_function is None:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from extension_cpp.ops import _fused
 from extension_cpp.ops._operator import operator
 
 __all__ = ["add_one", "my_op"]
@@ -38,7 +39,7 @@ def add_one(input: Tensor) -> Tensor:
     return input + 1
 
 
-@operator(backward=_my_op_backward, fused=True, triton=True)
+@operator(backward=_my_op_backward, fused=_fused.multiply, triton=True)
 def my_op(input: Tensor, scalar_arg: float) -> Tensor:
     r"""Scale: :math:`\text{input} \cdot \text{scalar\_arg}`, elementwise.
 

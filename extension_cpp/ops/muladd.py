@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from extension_cpp.ops import _fused
 from extension_cpp.ops._operator import operator
 
 __all__ = ["myadd_out", "mymul", "mymuladd"]
@@ -18,16 +19,11 @@ def _backward(grad: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor 
     return None if b is None else mymul(grad, b), None if a is None else mymul(grad, a)
 
 
-def _fused(a: Tensor, b: Tensor, c: float) -> Tensor:
-    """Rounded once, where Inductor's loops are vectors of a CPU with this instruction."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return NotImplemented
-    from torch._inductor.inductor_prims import fma
-
-    return fma(a, b, a.new_full((), c))
+def _fused_backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return _fused.multiply(grad, b), _fused.multiply(grad, a)
 
 
-@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, flops="2 ...", fused=_fused, triton=True)
+@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, flops="2 ...", fused=_fused.multiply_add, triton=True)
 def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     r"""Multiply-add: :math:`a \cdot b + c`, elementwise, rounded once.
 
@@ -56,7 +52,7 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     return (a * b).copy_(a.float() * b.float() + c)  # Of the strides that a conversion of the inputs may lose.
 
 
-@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, fused=True, triton=True)
+@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, fused=_fused.multiply, triton=True)
 def mymul(a: Tensor, b: Tensor) -> Tensor:
     r"""Multiply: :math:`a \cdot b`, elementwise.
 
@@ -93,7 +89,7 @@ def myadd_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     torch.add(a, b, out=out)
 
 
-@operator(flops="2 ...", fused=True, triton=True, public=False)
+@operator(flops="2 ...", fused=_fused_backward, triton=True, public=False)
 def mymul_backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a and b, of one shape, for the gradient of a * b."""
     return grad * b, grad * a

@@ -1,0 +1,20 @@
+"""Formulas for `fused` of a declaration, with the kernels' bits in Inductor's loops."""
+
+import torch
+from torch import Tensor
+
+
+def multiply_add(a: Tensor, b: Tensor, c: float) -> Tensor:
+    """a * b + c, rounded once: where the loops have this instruction, on a CPU those over vectors."""
+    if a.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return NotImplemented
+    from torch._inductor.inductor_prims import fma
+
+    return fma(a, b, a.new_full((), c))
+
+
+def multiply(a: Tensor, b: Tensor | float) -> Tensor:
+    """a * b, rounded before what comes next: on CUDA Inductor contracts a plain product with a sum after it."""
+    if a.device.type == "cpu":
+        return a * b
+    return multiply_add(a, b if isinstance(b, Tensor) else a.new_full((), b), -0.0)
