@@ -379,14 +379,14 @@ print(torch.export.load({str(tmp_path / "program.pt2")!r}).module()(torch.full((
 @pytest.mark.skipif(not CUDA, reason="this torch was built without CUDA")
 @pytest.mark.skipif(_backends.interpreted, reason="the interpreter's kernels can't be taken apart")
 class TestTheCompilerSeesInside:
-    """On CUDA, or, where there is none, on fake tensors."""
+    """On CUDA, or, where there is none, on fake tensors. In a dtype in which Inductor doesn't fuse the operators itself."""
 
     def graph(self, function) -> str:
         if not torch.cuda.is_available() and VERSION < (2, 14):
             pytest.skip("no CUDA device, and up to torch 2.14 AOTAutograd takes no inputs that are fake already")
         graphs = Graphs(aot=True)
         with nullcontext() if torch.cuda.is_available() else FakeTensorMode(static_shapes=True):
-            torch.compile(function, fullgraph=True, backend=graphs.backend)(torch.empty(4, 6, device="cuda"))
+            torch.compile(function, fullgraph=True, backend=graphs.backend)(torch.empty(4, 6, device="cuda").half())
         return graphs.text
 
     def test_what_triton_is_used_for(self):

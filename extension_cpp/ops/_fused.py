@@ -10,11 +10,14 @@ def multiply_add(a: Tensor, b: Tensor, c: float) -> Tensor:
         return NotImplemented
     from torch._inductor.inductor_prims import fma
 
-    return fma(a, b, a.new_full((), c))
+    return fma(a, b, a.new_full((1,) * a.dim(), c))
 
 
 def multiply(a: Tensor, b: Tensor | float) -> Tensor:
-    """a * b, rounded before what comes next: on CUDA Inductor contracts a plain product with a sum after it."""
-    if a.device.type == "cpu":
+    """a * b, rounded before what comes next: on CUDA Inductor contracts a plain product with a sum after it.
+
+    Except a product with 0, which has no rounding: torch.compile takes 0.0 and -0.0 for one constant.
+    """
+    if a.device.type == "cpu" or (not isinstance(b, Tensor) and b == 0):
         return a * b
     return multiply_add(a, b if isinstance(b, Tensor) else a.new_full((), b), -0.0)

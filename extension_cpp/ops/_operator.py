@@ -582,8 +582,8 @@ class Operator:
                 is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
                 for arg in args
             )
-            kept = not used or symbolic or self._is_fused(*args) or custom_triton_ops_decomposition_disabled()
-            if kept or not {*types} <= known:
+            fused = overload is self.default and self._is_fused(*args)
+            if not used or symbolic or fused or custom_triton_ops_decomposition_disabled() or not {*types} <= known:
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             with mode:
                 if self.triton_function is None:
