@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: test test-all test-packages op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages features op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
@@ -53,6 +53,10 @@ test-all:
 test-packages: build
 	$(MAKE) package VARIANT=all
 	$(PYTEST) -m packages tests/checkout
+
+# Writes docs/features.md: what each operator has, by its declaration and the tests.
+features: build
+	$(RUN) tests/features.py
 
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
 op: build

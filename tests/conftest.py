@@ -74,8 +74,8 @@ def is_quick(item: pytest.Item) -> bool:
         and item.get_closest_marker("large") is None
         and item.get_closest_marker("slow") is None
         and (item.path.name != "test_doctor.py" or item.get_closest_marker("quick") is not None)
-        # One tests the tests, one is Python alone, and what the last does, the operators' own tests do too.
-        and item.path.name not in ("test_contract.py", "test_sharding.py", "test_tutorial.py")
+        # One tests the tests, two are Python alone, and what the last does, the operators' own tests do too.
+        and item.path.name not in ("test_contract.py", "test_opinfo.py", "test_sharding.py", "test_tutorial.py")
     )
 
 

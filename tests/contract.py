@@ -28,6 +28,7 @@ import torch
 import torch._dynamo.testing
 import torch._functorch.config
 import torch._inductor.config
+from features import TORCH, one_call_along, proves, vmap
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,8 +46,6 @@ from extension_cpp.ops._signature import Signature
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SYMBOLIC = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether torch.compile can tell a number that it knows as a symbol only: before, it makes a graph for each value."""
 SENTINEL = 77.0
 GUARD = 64  # elements on either side of a guarded tensor
 OF_KERNELS = {
@@ -284,6 +283,7 @@ class Contract:
             return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
         return same_bits(x, y)
 
+    @proves("Triton kernel", refused=True)
     def test_parity(self, device, dtype):
         """The values of the reference, computed in higher precision."""
         for args in self.op.samples(device, dtype):
@@ -333,6 +333,7 @@ class Contract:
             if self.op.differentiable:
                 opcheck(self.overload, map_tensors(lambda t: t.detach().clone().requires_grad_(), args))
 
+    @proves("fake tensors")
     def test_fake_kernel(self, device, dtype):
         """Shape, dtype, strides and device of the real result, from the fake kernel."""
         op = self.op
@@ -370,7 +371,7 @@ class Contract:
             pytest.skip("this torch was built without CUDA")
         op = self.op
         # Up to then AOTAutograd takes no inputs that are fake already.
-        backend = "aot_eager" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "eager"
+        backend = "aot_eager" if TORCH >= (2, 14) else "eager"
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
             real = run(op, op.reference, map_tensors(clone, args))
@@ -395,6 +396,7 @@ class Contract:
         may = {id(args[i]) for i in self.op.operator.differentiable_arguments if i < len(args)}
         return map_tensors(lambda t: t.detach().clone().requires_grad_() if id(t) in may else t, args)
 
+    @proves("gradients", "second derivatives")
     def test_gradcheck(self, device):
         """First and second derivatives against finite differences, of all arguments and of each alone."""
         small = [
@@ -443,6 +445,7 @@ class Contract:
             assert gone == {*left} - {*code.co_varnames[: code.co_argcount]}, f"{results} keeps {set(left) - gone}"
             break
 
+    @proves("gradients")
     def test_gradients_of_reference(self, device, dtype):
         """The reference's gradients, in every dtype, for a gradient that is not contiguous."""
         op = self.op
@@ -455,11 +458,13 @@ class Contract:
                 close = {"rtol": tolerance, "atol": tolerance * (1 + largest)}
                 torch.testing.assert_close(got.double(), want.double(), **close)
 
+    @proves("`torch.compile`, one graph")
     @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     def test_compile(self, device):
         """One graph, compiled to the end: the eager result, with the strides that the compiled code relies on."""
         self.check_compiled(device, torch.compile(self.op.function, fullgraph=True, dynamic=False), 2)
 
+    @proves("`torch.compile`, one graph for all sizes")
     @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     def test_compile_for_any_size(self, device):
         """The graph of symbolic sizes: the eager result, and no new graph for a new size."""
@@ -492,6 +497,7 @@ class Contract:
                     torch.testing.assert_close(got, want)
         return samples
 
+    @proves("`torch.export`, `run_decompositions`")
     def test_export(self, device):
         """torch.export, then the decompositions: PyTorch's own operators alone, or one that has a translation to ONNX."""
         op = self.op
@@ -513,12 +519,13 @@ class Contract:
         want = [run(op, op.reference, map_tensors(clone, args)) for args in samples]
         compare(got, want, "the exported program")
 
+    @proves("fused by Inductor")
     @torch._inductor.config.patch(fx_graph_cache=False)
     @torch._functorch.config.patch(enable_autograd_cache=False)
     def test_inductor_fuses(self, device):
         """What Inductor takes for the operator has its bits, tails of vectors too; halves are left to the kernel."""
         op = self.op
-        if not op.operator.declared.fused or self.backend:
+        if self.backend:
             return
         dtypes = [torch.float32, torch.float64, torch.bfloat16]
         every = [[a for a in op.samples(device, t) if all(x.numel() < 2000 for x in tensors(a))] for t in dtypes]
@@ -534,15 +541,14 @@ class Contract:
         calls = _backends.used(op.name, device) != "triton"  # Whose kernels Inductor shows.
         assert len(re.findall(rf"torch\.ops\.extension_cpp\.{op.name}\.default\(", code[0])) == calls, code[0]
 
+    @proves("numbers as symbols: one graph for all values")
     @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
     def test_symbolic_numbers(self, device):
         """Numbers that change, that a tensor has, or that follow from a size: no graph for each, as with PyTorch's own."""
         op, arguments = self.op, self.overload._schema.arguments
         floats = [i for i, argument in enumerate(arguments) if str(argument.type) == "float"]
-        if self.backend or op.writes or op.operator.declared.fake or not floats:
+        if self.backend:
             return
-        if not SYMBOLIC:
-            pytest.skip("torch.compile has no symbolic numbers before torch 2.13")
 
         def using(make: Callable) -> Callable:
             return lambda n, *args: op.function(*(make(n, *args) if i in floats else a for i, a in enumerate(args)))
@@ -636,6 +642,7 @@ class Contract:
         may = self.op.operator.differentiable_arguments
         return [i for i in may if i < len(args) and isinstance(args[i], Tensor)]
 
+    @proves("forward mode: `jvp`, `jacfwd`", refused=True)
     def test_forward_mode(self, device):
         """The reference's derivatives in the direction of a tangent, of all arguments and of each; none is lost."""
         op, samples = self.op, self.small_samples(device)
@@ -687,6 +694,7 @@ class Contract:
                     assert tangent is None, f"a tangent of what has no derivative, on {describe(args)}"
                     assert self.same(primal, want), f"another result for a dual tensor, on {describe(args)}"
 
+    @proves("`torch.func`: `grad`, `vjp`, `jacrev`", "`vmap`", refused=True)
     def test_transforms(self, device):
         """grad, vjp, jacrev, gradients per sample and vmap as of the reference; functionalize of what writes."""
         op, samples = self.op, self.small_samples(device)
@@ -695,6 +703,7 @@ class Contract:
                 self.check_vmap(function, args)
                 if op.writes:
                     self.check_functionalize(function, args)
+        self.check_calls_of_vmap(self.smallest(samples, 2))
         if not op.differentiable:
             return
         for args in samples:
@@ -758,6 +767,24 @@ class Contract:
             else:
                 compare(got, tuple(map(torch.stack, zip(*each))), what)
 
+    def check_calls_of_vmap(self, args: Args) -> None:
+        """As many as the declaration says: one, none but the reference's operators, or one an element of the batch."""
+        op, way = self.op, vmap(self.op.operator)
+        if self.backend or op.writes or op.dynamic_size or way == "its own rule":
+            return
+        patterns = {argument.name: argument.patterns for argument, _ in op.operator.signature.tensors(args)}
+        elsewhere = 1 if way == "one call" else 3 if way.endswith("a call each") else 0
+        for i in (i for i, arg in enumerate(args) if isinstance(arg, Tensor)):
+            along = {size for pattern in patterns[op.operator.names[i]] for size in pattern.sizes}
+            calls = Calls(op.operator.packet)
+            in_dims = tuple(0 if k == i else None for k in range(len(args)))
+            with calls:
+                torch.vmap(op.function, in_dims)(
+                    *(torch.stack(variants(a)) if k == i else a for k, a in enumerate(args))
+                )
+            want = 1 if along.intersection(one_call_along(op.operator)) else elsewhere
+            assert calls.count == want, f"{calls.count} calls under vmap in {in_dims}, not {want}"
+
     def check_functionalize(self, function: Callable, args: Args) -> None:
         op = self.op
         expected = [t.clone() for t in run(op, op.reference, map_tensors(clone, args))]
@@ -769,6 +796,7 @@ class Contract:
         got = torch.func.functionalize(written, remove="mutations_and_views")(*map_tensors(clone, args))
         compare(got, tuple(expected), f"functionalize on {describe(args)}")
 
+    @proves("operations, for `FlopCounterMode`")
     def test_flops(self, device):
         """PyTorch's counter finds as many operations by each entry and backend, at least one an element if elementwise."""
         op = self.op
@@ -783,6 +811,7 @@ class Contract:
             empty = not all(t.numel() for t in (*tensors(args), *tensors(results)))
             assert counts[0] == counts[1] and (empty or counts[0] >= least), f"{counts} for {describe(args)}"
 
+    @proves("names in a profile")
     def test_profile(self, device):
         """A call is an event of the operator's name; what is not native has one more, with that of the backend."""
         op = self.op
@@ -797,6 +826,7 @@ class Contract:
             seen = {event.name for event in profile.events() if event.name.startswith(name)}
             assert seen == {name, *(name + suffix for suffix in suffixes)}, seen
 
+    @proves("deterministic algorithms")
     def test_deterministic(self, device):
         """Allowed where only deterministic operators are, gradients too, and memory is not read before it is written."""
         op = self.op
@@ -813,6 +843,7 @@ class Contract:
                 want += [*gradients(function, leaves)] if op.differentiable else []
                 assert all(map(self.same, results + found, want)), f"another result on {describe(args)}"
 
+    @proves("tags")
     def test_compliant(self, device):
         """Tagged as what torch.compile can trace, for who allows nothing else."""
         op = self.op
@@ -825,12 +856,10 @@ class Contract:
                 got, want = (run(op, f, map_tensors(clone, args)) for f in (compiled, function))
                 assert all(map(self.same, got, want)), f"another result on {describe(args)}"
 
+    @proves("jagged nested tensors")
     def test_nested(self, device):
         """An elementwise operator of one or two tensors takes jagged nested tensors, and gives their gradients."""
-        op, signature = self.op, self.op.operator.signature
-        first = op.operator.tensors in ([0], [0, 1])  # PyTorch takes the first two arguments for the tensors.
-        if not signature.elementwise or len(signature.results) != 1 or not first:
-            return
+        op = self.op
         offsets = torch.tensor([0, 1, 3], device=device)
         samples = [a for a in op.samples(device, torch.float32) if all(t.shape[:1] == (3,) for t in tensors(a))]
 
@@ -848,6 +877,7 @@ class Contract:
                 leaves = self.with_gradients(args)
                 compare(gradients(nested(function), leaves), gradients(function, leaves), "gradients of nested tensors")
 
+    @proves("a user's kernel is used")
     def test_user_kernels(self, device):
         """What a user registers in Python is what the public function and torch.ops call, until its library is gone."""
         op = self.op
@@ -871,10 +901,11 @@ class Contract:
                 run(op, function, map_tensors(clone, given) if op.writes else given)
             assert len(seen) == 2, "a kernel is called whose library is gone"
 
+    @proves("autocast by a user's rule")
     def test_user_autocast(self, device):
         """torch.library.register_autocast replaces the policy that is declared."""
         op, low = self.op, torch.bfloat16
-        if self.backend or op.writes or not {low, torch.float32} <= {*op.dtypes}:
+        if self.backend:
             return
         args = next(iter(op.samples(device, torch.float32)))
         want = run(op, op.function, in_dtype(args, low))
@@ -888,12 +919,11 @@ class Contract:
         self.overload.py_kernels = before  # torch.library doesn't put it back.
         self.overload._dispatch_cache.clear()
 
+    @proves("autocast casts to")
     def test_autocast(self, device):
         """As the same call of arguments that are cast by the declared policy; gradients in the dtype of each leaf."""
         op = self.op
         policy, low = op.operator.declared.autocast, torch.bfloat16
-        if not {low, torch.float32} <= {*op.dtypes}:
-            return
         for args in self.small_samples(device, torch.float32)[:4]:
             floating = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
             mixed = [{i: low for i in floating[:1]}, {i: low for i in floating[1:]}]
@@ -929,6 +959,7 @@ class Contract:
             tolerance = 8 * torch.finfo(got.dtype).eps
             torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance)
 
+    @proves("dispatch modes")
     def test_dispatch_modes(self, device):
         """The same results and derivatives while a mode looks on, and with tensors made elsewhere by default."""
         op = self.op
@@ -991,11 +1022,10 @@ class Contract:
                 assert got.device == torch.device("cuda:1") and same_bits(got.to(want.device), want)
             assert torch.cuda.current_device() == 0
 
+    @proves("CUDA graphs")
     def test_cuda_graph(self):
         """Captured once, replayed on new values."""
         op = self.op
-        if op.dynamic_size:
-            pytest.skip(f"the size of the result of {op.name} is not known in a CUDA graph")
         for args in self.cuda_samples():
             static = map_tensors(lambda t: torch.zeros_like(t), args)
             run(op, op.function, static)
@@ -1040,6 +1070,18 @@ def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:
 def in_dtype(args: Args, dtype: torch.dtype | None) -> Args:
     """With floating arguments in another dtype, if one is given."""
     return map_tensors(lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, args)
+
+
+class Calls(TorchDispatchMode):
+    """Counts those of an operator."""
+
+    def __init__(self, packet: Any) -> None:
+        super().__init__()
+        self.packet, self.count = packet, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is self.packet
+        return func(*args, **(kwargs or {}))
 
 
 class Onlooker(TorchDispatchMode):

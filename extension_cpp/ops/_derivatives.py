@@ -293,6 +293,8 @@ def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
             moved = list(torch.broadcast_tensors(*moved))
         return _call_with(operator, args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)
     for name in operator.declared.independent.split():
+        if not all(name in result.pattern.sizes for result in operator.signature.results):
+            continue  # A sum over it would be one of the whole batch, not of its parts.
         with_it = [i for i, pattern in patterns.items() if name in pattern.sizes]
         if not all(i in with_it for i in batched if in_dims[i] is not None):
             continue
@@ -307,12 +309,9 @@ def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
         found = (found,) if isinstance(found, Tensor) else found
         split = []
         for t, result in zip(found, operator.signature.results):
-            if name not in result.pattern.sizes:  # A sum over it: of the whole batch, not of its parts.
-                break
             at = result.pattern.sizes.index(name) - len(result.pattern.sizes)
             split.append(t.unflatten(at, (info.batch_size, size)).movedim(at - 1, 0))
-        if len(split) == len(outs):
-            return (split[0], 0) if len(outs) == 1 else (tuple(split), tuple(outs))
+        return (split[0], 0) if len(outs) == 1 else (tuple(split), tuple(outs))
     if operator.signature.dynamic_size:
         fail(operator.name, "vmap needs results of one size, and its result has one that depends on values")
     if operator.differentiable:

@@ -34,6 +34,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C._functorch import unwrap_if_dead
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
@@ -345,7 +346,10 @@ class Operator:
                 return default(*args)
             seen = bool(_len_torch_dispatch_stack())
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
-                return self._apply[seen](*args)
+                given = [*args]
+                for i in tensors:  # Of a transform that is over, whose own graph leads nowhere.
+                    given[i] = unwrap_if_dead(args[i])
+                return self._apply[seen](*given)
             if not seen:
                 return _dispatch_call_boxed(kernel, *args)
             with _AutoDispatchBelowAutograd():  # A formula that is registered in Python takes as long as all else.
@@ -357,7 +361,7 @@ class Operator:
     def _apply(self) -> list[Callable]:
         """A plain call that needs a gradient, without a dispatch mode and with one.
 
-        torch's own entry, without what Function.apply does for torch.func.
+        torch's own entry, without what Function.apply does for torch.func while a transform is active.
         """
         functions = [_derivatives.make_function(self, self.default, None, quick) for quick in (True, False)]
         return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
@@ -420,11 +424,13 @@ class Operator:
             return self.triton_function(*args)  # type: ignore[misc]
 
         _library.impl(name, fallback, "CompositeExplicitAutograd")
-        # What a plain call can turn out to be after all: on another type of device, under autocast, or traced.
+        # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
+        # that torch.func made and is done with, which may need a gradient behind what it says of itself.
         for key in (
             "CompositeExplicitAutograd",
             "AutocastCPU",
             "AutocastCUDA",
+            "FuncTorchGradWrapper",
             "Tracer",
             *["Negative"] * bool(self.written),
         ):

@@ -7,6 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import features
 import matrix
 import pytest
 import torch
@@ -103,6 +104,11 @@ class TestDocuments:
         proven = json.loads(matrix.PROVEN.read_text())
         assert matrix.MARKS[0] + matrix.markdown(proven) + matrix.MARKS[1] in (ROOT / "README.md").read_text()
         assert all("failed" not in row[variant] for row in proven["rows"] for variant in proven["variants"])
+
+    def test_features_are_those_of_the_declarations(self):
+        if not features.PAGE.exists():
+            pytest.skip("a distribution has no such page before `make features`")
+        assert features.PAGE.read_text() == features.document(), "docs/features.md is out of date: make features"
 
     def test_table_of_operators(self):
         """What the README says of an operator is what it is declared with. An operator needs no row."""

@@ -263,6 +263,7 @@ class TestAdd:
         checkout.build()
         checkout.lint()
         self.contract(checkout, OPERATORS)
+        checkout.run("pytest", "-q", "-p", "no:cacheprovider", "tests/test_opinfo.py")
         for name in others:
             checkout.run("templates.op", "remove", name)
         checkout.build(DEBUG="1", USE_CUDA="0")
