@@ -98,8 +98,7 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
     include, library = cpp_extension.include_paths()[0], cpp_extension.library_paths()[0]
     # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
-    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0"]
-    host += [f"-ffile-prefix-map={include}=include"] if " " not in include else []  # nvcc can't pass a space on
+    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0", f"-ffile-prefix-map={include}=include"]
     optimise = "-O0" if debug else "-O3"
     common = ["-std=c++20", "-isystem", include, *STABLE_ABI]
     headers = [flag for path in includes for flag in ("-isystem", path)]
@@ -122,7 +121,8 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
         compiler = [nvcc, *([] if given else ["-ccbin", cxx[0]])]
         device = [optimise, *architecture_flags(architectures), "--threads=2", "-DUSE_CUDA"]
         device += ["-G"] if debug else ["--compress-mode=size"]
-        wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
+        passed = [option for option in host if " " not in option]  # nvcc can't pass a space on.
+        wrapped = [flag for option in passed for flag in ("-Xcompiler", option)]
         linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
         # In NVIDIA's wheels the runtime is in lib, where their nvcc doesn't look.
         runtime = Path(nvcc).resolve().parents[1] / "lib"

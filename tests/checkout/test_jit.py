@@ -248,7 +248,7 @@ def test_just_in_time_under_a_cuda_torch(packages, tmp_path):
     environment = ROOT / "dist" / "env" / "cuda130"
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cache = str(tmp_path / "cache")
-    variables = {"PATH": path, "TORCH_EXTENSIONS_DIR": cache, "TORCH_CUDA_ARCH_LIST": "7.5"}  # The quickest.
+    variables = {"PATH": path, "TORCH_EXTENSIONS_DIR": cache, "TORCH_CUDA_ARCH_LIST": "7.5", **QUICK}
 
     def run(*arguments: str, **more: str) -> str:
         env = {**os.environ, **variables, **more}
