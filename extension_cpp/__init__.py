@@ -5,7 +5,7 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before the other modules of the package, which an older Python can't read.
 if sys.version_info < (3, 10):  # noqa: UP036
@@ -27,11 +27,14 @@ if _loader.libraries:
     from extension_cpp.ops._backends import backends, use_backend
     from extension_cpp.ops._export import decompositions, onnx_translations
 
-    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "ops", "use_backend", *ops.__all__]
+    # In the two forms that type checkers read.
+    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "ops", "use_backend"]
+    __all__ += ops.__all__
 
+if not TYPE_CHECKING:  # Where it would stand for any name.
 
-def __getattr__(name: str) -> Any:
-    """A checkout that was not compiled has nothing but jit."""
-    if "_C" in load_errors and not name.startswith("_"):
-        raise ImportError(load_errors["_C"])
-    raise AttributeError(f"module 'extension_cpp' has no attribute '{name}'")
+    def __getattr__(name: str) -> Any:
+        """A checkout that was not compiled has nothing but jit."""
+        if "_C" in load_errors and not name.startswith("_"):
+            raise ImportError(load_errors["_C"])
+        raise AttributeError(f"module 'extension_cpp' has no attribute '{name}'")

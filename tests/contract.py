@@ -12,6 +12,7 @@ shown to fail: test_contract.py runs them on operators that are broken on purpos
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import warnings
 import weakref
@@ -56,6 +57,7 @@ OF_KERNELS = {
     "test_gradcheck",
     "test_compile_for_any_size",
     "test_export",
+    "test_tensors_for_numbers",
 }
 """Checks that the backend "reference" has no part in: it is PyTorch's operators, and its registration is that of all."""
 
@@ -759,7 +761,9 @@ class Contract:
             ]
             what = f"vmap in {in_dims} on {describe(args)}"
             try:
-                got = torch.vmap(lambda *ts: results(function, *ts), in_dims)(*map_tensors(clone, given))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # PyTorch's of a loop over the batch.
+                    got = torch.vmap(lambda *ts: results(function, *ts), in_dims)(*map_tensors(clone, given))
             except RuntimeError as error:
                 if op.differentiable and not op.dynamic_size:
                     raise
@@ -900,6 +904,158 @@ class Contract:
             for function in self.entries():
                 run(op, function, map_tensors(clone, given) if op.writes else given)
             assert len(seen) == 2, "a kernel is called whose library is gone"
+
+    def test_user_kernels_in_cpp(self, device):
+        """What a library of C++ registers is called too, by both. torch.library knows nothing of it."""
+        op, key = self.op, device.upper()
+        args, seen = next(iter(op.samples(device, torch.float32))), []
+
+        def kernel(*passed: Any) -> Any:
+            seen.append(key)
+            return op.reference(*passed)
+
+        def call_both() -> None:
+            for function in self.entries():
+                run(op, function, map_tensors(clone, args))
+
+        if self.backend is not None:
+            return
+        call_both()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            library = torch._C._dispatch_library("IMPL", "extension_cpp", "")  # As TORCH_LIBRARY_IMPL makes it.
+            library.impl(op.name, key, kernel)
+        torch.ops.loaded_libraries.add("a user's")
+        call_both()
+        assert seen == [key] * 2, f"{seen}, not a call each of the kernel for {key}"
+        del library
+        torch.ops.loaded_libraries.remove("a user's")
+        call_both()
+        assert len(seen) == 2, "a kernel is called whose library is gone"
+
+    def test_user_vmap(self, device):
+        """torch.library.register_vmap replaces the rule that is derived, for a batch of gradients too."""
+        op = self.op
+        if self.backend or op.writes or op.dynamic_size:
+            return
+        args, seen = self.smallest(self.small_samples(device, next(iter(op.dtypes[-1:])))), []
+
+        def rule(info: Any, in_dims: Any, *given: Any) -> Any:
+            seen.append(info.batch_size)
+            calls = [
+                op.reference(*(t if d is None else t.select(d, n) for t, d in zip(given, in_dims)))
+                for n in range(info.batch_size)
+            ]
+            if isinstance(calls[0], Tensor):
+                return torch.stack(calls), 0
+            return tuple(map(torch.stack, zip(*calls))), (0,) * len(calls[0])
+
+        at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        batch = [torch.stack([args[i]] * 2) for i in at]
+        ways = [lambda f: torch.vmap(of_tensors(f, args, at))(*batch)]
+        if op.operator.backward and self.positions(args) == at:  # Whose formula may call the operator too.
+            gradient = tuple(range(len(at)))
+            ways.append(lambda f: torch.vmap(torch.func.grad(summed(of_tensors(f, args, at)), gradient))(*batch))
+        for way in ways:
+            want = [way(function) for function in self.entries()]
+            with torch.library._scoped_library("extension_cpp", "IMPL") as library:
+                torch.library.register_vmap(op.operator.qualified, rule, lib=library)
+                seen.clear()
+                got = [way(function) for function in self.entries()]
+                assert seen and seen[::2] == seen[1::2], f"{seen}, not the user's rule by each on {describe(args)}"
+            compare(got, want, f"a user's rule on {describe(args)}")
+            seen.clear()
+            assert way(op.function) is not None and not seen, "a rule is called whose library is gone"
+
+    def test_tensors_for_numbers(self, device):
+        """A tensor whose derivative would be lost as a number is refused on every path, also by torch.ops."""
+        op, arguments = self.op, self.overload._schema.arguments
+        args = self.smallest(self.small_samples(device, op.dtypes[-1]))
+        for i, argument in enumerate(arguments[: len(args)]):
+            if str(argument.type) not in ("float", "int", "bool"):
+                continue
+            for function in self.every_entry():
+                self.check_refuses_tensors(of_tensors(function, map_tensors(clone, args), [i]), argument.name, device)
+
+    def check_refuses_tensors(self, call: Callable, name: str, device: str) -> None:
+        one = torch.ones((), dtype=torch.float64, device=device)
+        leaf = one.clone().requires_grad_()
+        with forward_ad.dual_level():
+            messages = [self.refuses(call, (t,)) for t in (leaf, forward_ad.make_dual(one, one))]
+        for message in messages:
+            assert re.match(rf"{self.op.name}: {name} must be a number, got a tensor", message), message
+        torch._dynamo.reset()
+        for way in (
+            lambda: torch.compile(call, backend="eager")(leaf),
+            lambda: torch.func.grad(summed(call))(one),
+            lambda: torch.func.jvp(call, (one,), (one,)),
+            lambda: torch.vmap(call)(one[None]),
+        ):
+            with pytest.raises(Exception, match=rf"\b{name}\b"):
+                way()
+
+    def every_entry(self) -> list[Callable]:
+        """With the kernel alone, as programs in C++ call it where no Python is."""
+        if self.backend is not None or self.op.operator.kernel is None:
+            return self.entries()
+        return [*self.entries(), self.op.operator.packet.kernel]
+
+    def test_what_is_written(self, device):
+        """A new version of it and of what it is a view of, and what PyTorch's own functions refuse to write into."""
+        op = self.op
+        args = next(args for args in op.samples(device, torch.float32) if all(t.numel() for t in tensors(args)))
+        compiled = torch.compile(op.function, backend="eager")
+        want = run(op, op.reference, map_tensors(clone, args))
+        for i, function in product(op.writes, [*self.every_entry(), compiled]):
+            torch._dynamo.reset()
+
+            def call(out: Tensor, i: int = i, function: Callable = function) -> None:
+                assert function(*(out if k == i else map_tensors(clone, arg) for k, arg in enumerate(args))) is None
+
+            base = torch.stack([args[i], args[i]])
+            call(base[0])
+            assert base._version == 1 and same_bits(base[0], want[-1]), f"version {base._version}, not 1"
+            call(base[1].detach())
+            assert base._version == 2, f"version {base._version}, not 2, after a write into what was detached"
+            with torch.inference_mode():
+                call(base[0])
+                call(base[0].clone())
+                inference = base.clone()
+            assert base._version == 3, f"version {base._version}, not 3, after a write in inference mode"
+            before = inference.clone()
+            for out in (clone(args[i]).requires_grad_(), inference[0]):
+                with pytest.raises(RuntimeError, match=r"\brequire|inference tensor"):
+                    call(out)
+            assert same_bits(inference, before), "an inference tensor is changed before the error"
+            negative = torch.complex(args[i], args[i]).conj().imag
+            negative.copy_(args[i])
+            call(negative)
+            assert negative.is_neg() and same_bits(negative.resolve_neg(), want[-1]), "wrong in a negative view"
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+    def test_traced(self, device):
+        """torch.jit.trace, saved and loaded: the operator in it, with its gradients."""
+        op = self.op
+        if self.backend is not None:
+            return
+        args = self.smallest(self.small_samples(device))
+        leaves = self.with_gradients(args) if op.differentiable else args
+        at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+
+        def call(*given: Tensor) -> tuple[Tensor, ...]:
+            copies = [t.clone() if i in op.writes else t for i, t in zip(at, given)]
+            every = [copies[at.index(i)] if i in at else arg for i, arg in enumerate(args)]
+            return tuple(run(op, op.function, tuple(every)))
+
+        given = tuple(leaves[i] for i in at)
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.trace(call, given, check_trace=False), file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+        assert f"extension_cpp::{op.name}" in str(loaded.graph), loaded.graph
+        compare(loaded(*given), call(*given), f"a trace of {describe(args)}")
+        if op.differentiable:
+            compare(gradients(loaded, given), gradients(call, given), f"gradients of a trace of {describe(args)}")
 
     @proves("autocast by a user's rule")
     def test_user_autocast(self, device):

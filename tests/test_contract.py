@@ -184,6 +184,11 @@ def writes_nothing(operator):
     return lambda x, out: None
 
 
+def writes_silently(x: Tensor, out: Tensor) -> None:
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        double_into(x, out)
+
+
 def casts_nothing(operator):
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     keys |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -356,6 +361,23 @@ FAULTS = {
     "no tag for torch.compile": (untagged("fault_untagged"), "test_compliant"),
     "no tag for nested tensors": (untagged("fault_unnested"), "test_nested"),
     "goes past a user's kernel": (define("fault_past", double, public=lambda x: double(x)), "test_user_kernels"),
+    "goes past a user's kernel in C++": (
+        define("fault_past_cpp", double, public=lambda x: double(x)),
+        "test_user_kernels_in_cpp",
+    ),
+    "goes past a user's vmap": (define("fault_past_vmap", double, public=lambda x: double(x)), "test_user_vmap"),
+    "a gradient lost in a number": (
+        define("fault_lost", multiply, number=True, public=lambda x, times: multiply(x, float(times))),
+        "test_tensors_for_numbers",
+    ),
+    "no new version of what is written": (
+        define("fault_version", double_into, into=True, instead={"ADInplaceOrView": lambda op: writes_silently}),
+        "test_what_is_written",
+    ),
+    "a trace without the operator": (
+        define("fault_traced", double, backward=twice, public=keeps_its_argument),
+        "test_traced",
+    ),
     "goes past a user's autocast": (define("fault_policy", double, public=lambda x: double(x)), "test_user_autocast"),
     "made where it is the default": (define("fault_factory", double, public=with_a_factory), "test_dispatch_modes"),
     "depends on a dispatch mode": (define("fault_mode", double, backward=modes_matter), "test_dispatch_modes"),

@@ -1,5 +1,7 @@
 """convrnn_forward, its backward and nn.ConvRNN: the contract, the definition, and what is particular to a recurrence."""
 
+import copy
+import io
 import math
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
@@ -383,6 +386,75 @@ class TestModule:
         ):
             with pytest.raises(RuntimeError, match=message):
                 layer(*(torch.zeros(shape, device=device) for shape in args))
+
+    def test_packed_sequences(self, device):
+        """Each sequence as if alone, and packed as RNN packs it."""
+        layer, hx = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(1, 4, 8, device=device)
+        for lengths, is_sorted in (((4, 3, 3, 1), True), ((3, 1, 4, 3), False)):
+            sequences = [torch.randn(length, 8, device=device) for length in lengths]
+            packed = pack_sequence(sequences, enforce_sorted=is_sorted)
+            for state in (None, hx):
+                output, h_n = layer(packed, state)
+                want, _ = torch.nn.RNN(8, 8, device=device)(packed, state)
+                for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+                    got, expected = (getattr(each, field) for each in (output, want))
+                    assert got is expected is None or torch.equal(got, expected)
+                padded, _ = pad_packed_sequence(output)
+                for i, sequence in enumerate(sequences):
+                    alone, last = layer(sequence, None if state is None else hx[:, i])
+                    assert same_bits(padded[: len(sequence), i], alone) and same_bits(h_n[:, i], last)
+        for args, message in (
+            ((packed, hx[:, :2]), r"ConvRNN: hx must have shape \(1, 4, 8\), got \(1, 2, 8\)"),
+            ((pack_sequence([hx]),), r"ConvRNN: input must be packed of sequences \(T, H\), got data \(1, 4, 8\)"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                layer(*args)
+
+    def test_results_may_be_overwritten(self, device):
+        """As those of RNN on the CPU: neither the other one nor a gradient changes."""
+        layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(5, 2, 8, device=device)
+        for input in (x, x[:, 0], pack_sequence([x[:, 0], x[:3, 1]])):
+
+            def results(layer=layer, input=input) -> list[Tensor]:
+                output, h_n = layer(input)
+                return [output if isinstance(output, Tensor) else output.data, h_n]
+
+            torch.stack([t.relu().sum() for t in results()]).sum().backward()
+            want, layer.weight.grad = layer.weight.grad, None
+            torch.stack([t.relu_().sum() for t in results()]).sum().backward()
+            assert same_bits(layer.weight.grad, want)
+            layer.weight.grad = None
+            with torch.no_grad():
+                output, h_n = results()
+                before = h_n.clone()
+                output.zero_()
+                assert same_bits(h_n, before)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "error::torch.jit.TracerWarning")
+    def test_traced(self, device):
+        """torch.fx.symbolic_trace of a model with it, which RNN is a leaf of too, and torch.jit.trace for other sizes."""
+        layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(5, 2, 8, device=device)
+        want = layer(x)[0]
+        assert same_bits(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x)[0], want)
+        for args in ((x,), (x, torch.zeros(1, 2, 8, device=device))):
+            file = io.BytesIO()
+            torch.jit.save(torch.jit.trace(layer, args), file)
+            file.seek(0)
+            loaded = torch.jit.load(file)
+            assert same_bits(loaded(*args)[0], want)
+        loaded(*args)[0].relu_().sum().backward()
+        assert loaded.weight.grad is not None
+        file.seek(0)
+        wider = torch.randn(7, 3, 9, device=device), torch.randn(1, 3, 9, device=device)
+        assert same_bits(loaded(*wider)[0], layer(*wider)[0])
+
+    def test_saved(self, device):
+        layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(5, 2, 8, device=device)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        for other in (torch.load(file, weights_only=False), copy.deepcopy(layer)):
+            assert same_bits(other(x)[0], layer(x)[0])
 
     @pytest.mark.slow
     def test_compiled(self, device):

@@ -7,6 +7,7 @@ from contract import DEVICES, Case, Contract
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
@@ -304,6 +305,40 @@ class TestAgainstTheDefinition:
         iou_threshold = -0.5 if kind == "below zero" else 0.5
         got = extension_cpp.nms(boxes, scores, iou_threshold).tolist()
         assert got == (plain_nms(boxes, scores, iou_threshold) if want is None else want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(5, 20), (1, 1), (3, 0)], ids=str)
+def test_vmap_is_one_call(device, shape):
+    """Of nms_padded: as a loop over the batch, whatever the classes, equal scores too, and in a batch of batches."""
+    generator = torch.Generator().manual_seed(0)
+    low, side = (3 * torch.rand(*shape, 2, generator=generator) for _ in range(2))
+    boxes = torch.cat([low, low + side], 2).to(device)
+    scores = torch.rand(shape, generator=generator).round(decimals=1).to(device)
+    classes = torch.randint(3, shape, generator=generator).to(device)
+    calls: list[int] = []
+
+    def padded(boxes: Tensor, scores: Tensor, *idxs: Tensor) -> tuple[Tensor, Tensor]:
+        return extension_cpp.nms_padded(boxes, scores, 0.2, *idxs)
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.extend([1] * (function is torch.ops.extension_cpp.nms_padded.default))
+            return function(*args, **(kwargs or {}))
+
+    for idxs in ((), (classes.to(torch.uint8),), ((classes - 1) * 2**62,)):
+        for boxes_dim in (0, None):
+            args = [boxes if boxes_dim == 0 else boxes[0], scores, *idxs]
+            dims = (boxes_dim, *[0] * (len(args) - 1))
+            each = [padded(*(t if d is None else t[n] for t, d in zip(args, dims))) for n in range(shape[0])]
+            want = tuple(map(torch.stack, zip(*each)))
+            calls.clear()
+            with Counter():
+                got = torch.vmap(padded, dims)(*args)
+            assert len(calls) == 1 and all(map(torch.equal, got, want))
+            pairs = [t if d is None else torch.stack([t, t]) for t, d in zip(args, dims)]
+            for got, one in zip(torch.vmap(torch.vmap(padded, dims), dims)(*pairs), want):
+                assert torch.equal(got, torch.stack([one, one]))
 
 
 @pytest.mark.parametrize("device", DEVICES)

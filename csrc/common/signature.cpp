@@ -237,6 +237,20 @@ Checks::Checks(const Operator& op, std::span<const View> views, Numbers numbers)
   for (size_t i = 0; i < views.size(); ++i) {
     if (views[i] && op.arguments[i].written) check_overlap(views[i], views);
   }
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (views[i] && op.arguments[i].written) announce_write(views[i]);
+  }
+}
+
+// The stable ABI has no function for a new version, without which autograd can't notice that a value it needs was
+// overwritten. A copy of a tensor to itself makes one, refuses what PyTorch's own operators don't write into, and
+// copies nothing. Below autograd, where Python's kernel did all this, it does nothing.
+void Checks::announce_write(const View& t) const {
+  if (aoti_torch_copy_(t.tensor->get(), t.tensor->get(), 0) == 0) return;
+  fail(
+      op_.name(), t.name,
+      " must be neither a leaf that requires a gradient, while gradients are recorded, nor an inference tensor outside "
+      "of inference mode, got one");
 }
 
 // A contiguous result.

@@ -109,6 +109,7 @@ class Checks {
       const detail::Argument& argument, const View& t, uint32_t bound_before, bool pack_before,
       std::span<const View> views, bool conditions) const;
   void check_overlap(const View& out, std::span<const View> views) const;
+  void announce_write(const View& t) const;
 
   const Operator& op_;
   int64_t dims_[detail::kMostNames] = {};

@@ -18,11 +18,23 @@ from torch._C import (
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
     _dispatch_call_boxed,
+    _dispatch_has_kernel_for_dispatch_key,
     _ExcludeDispatchKeyGuard,
 )
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    _add_batch_dim,
+    _unwrap_batched,
+    get_interpreter_stack,
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.pyfunctorch import VmapInterpreter
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from extension_cpp.ops import _backends, _sharding
 from extension_cpp.ops._backends import fail
@@ -52,11 +64,15 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
     def transformed(*args: Any) -> Any:
         """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
         kinds = {interpreter.key() for interpreter in get_interpreter_stack()}
-        reference = operator.written or not kinds <= {TransformType.Vmap, TransformType.Grad}
-        if TransformType.Grad in kinds and operator.differentiable and operator.backward is None:
-            reference = True
         try:
-            return operator.checked(*args) if reference else derivative().apply(*operator.all_arguments(args))
+            top: Any = peek_interpreter_stack()
+            known = not operator.written and kinds <= {TransformType.Vmap, TransformType.Grad}
+            if top.key() == TransformType.Vmap and (known or _has_users_vmap(operator)):
+                return _batched(operator, overload, backend, VmapInterpreter(top), args)
+            by_reference = operator.differentiable and operator.backward is None
+            if not known or (by_reference and TransformType.Grad in kinds):
+                return operator.checked(*args)
+            return derivative().apply(*operator.all_arguments(args))
         except RuntimeError as error:
             if TransformType.Vmap not in kinds or type(error) is not RuntimeError:
                 raise
@@ -209,8 +225,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-            rule = operator.declared.vmap or partial(_vmap, operator)
-            return _within(backend, rule)(info, in_dims, *args)
+            return _within(backend, partial(_vmap, operator))(info, in_dims, *args)
 
     Derivative.__name__ = Derivative.__qualname__ = f"{operator.name}_derivative"
     backward: Any = Derivative._backward_cls  # type: ignore[attr-defined]
@@ -274,24 +289,61 @@ def _differentiate_reference(operator: Any, *args: Any) -> Any:
         return tuple(None if inputs[i] is None else next(found) for i in operator.differentiable_arguments)
 
 
-def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    """One call for the batch where the signature says how.
+def _has_users_vmap(operator: Any) -> bool:
+    """Whether somebody called torch.library.register_vmap for it, or registered its key in C++."""
+    return _dispatch_has_kernel_for_dispatch_key(operator.qualified, "FuncTorchBatched")
 
-    Else the reference's operators, batched by PyTorch, or a call each of what has no derivative.
-    """
+
+def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args: Sequence[Any]) -> Any:
+    """A call under torch.vmap, as torch.autograd.Function has it, which takes longer for this than most operators."""
+    level = layer.level()
+    pairs = [_unwrap_batched(arg, level) if isinstance(arg, Tensor) else (arg, None) for arg in args]
+    given, in_dims = zip(*pairs)
+    if all(dim is None for dim in in_dims):
+        with layer.lower():
+            return overload(*given)
+    if overload is operator.default and _has_users_vmap(operator):
+        return overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched), *args)
+    info = VmapInfo(layer.batch_size(), layer.randomness())
+    with layer.lower():
+        found = _within(backend, partial(_in_one_call, operator))(info, in_dims, *given)
+    if found is None:  # PyTorch batches its operators.
+        return _within(backend, operator.checked)(*args)
+    results, out_dims = found
+    if isinstance(results, Tensor):
+        return results if out_dims is None else _add_batch_dim(results, out_dims, level)
+    return tuple(t if dim is None else _add_batch_dim(t, dim, level) for t, dim in zip(results, out_dims))
+
+
+def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """The rule of a torch.autograd.Function, for a batch of which gradients are taken."""
+    if _has_users_vmap(operator):
+        found = torch.func.vmap(operator.default, tuple(in_dims), randomness=info.randomness)(*args)
+        return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
+    if (found := _in_one_call(operator, info, in_dims, *args)) is not None:
+        return found
+    results = torch.func.vmap(operator.reference, tuple(in_dims), randomness=info.randomness)(*args)
+    return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+
+
+def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """The results and their batch dimensions: of one call where the declaration or the signature says how, of a call for
+    each sample of what has no derivative, and else None."""
+    if operator.declared.vmap and (found := operator.declared.vmap(info, in_dims, *args)) is not None:
+        return found
     batched = {i: t for i, t in enumerate(args) if isinstance(t, Tensor)}
     outs = [0] * len(operator.schema.returns)
+    if operator.signature.elementwise:
+        moved = batch_first([in_dims[i] for i in batched], *batched.values())
+        if not operator.signature.broadcasts:
+            moved = list(torch.broadcast_tensors(*moved))
+        return _call_with(operator, args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)
     patterns = {}
     for argument, _ in operator.signature.tensors(args):
         i = operator.names.index(argument.name)
         if i in batched:
             dims = batched[i].dim() - (in_dims[i] is not None)
             patterns[i] = operator.signature.pattern_of(argument, dims)
-    if operator.signature.elementwise:
-        moved = batch_first([in_dims[i] for i in batched], *batched.values())
-        if not operator.signature.broadcasts:
-            moved = list(torch.broadcast_tensors(*moved))
-        return _call_with(operator, args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)
     for name in operator.declared.independent.split():
         if not all(name in result.pattern.sizes for result in operator.signature.results):
             continue  # A sum over it would be one of the whole batch, not of its parts.
@@ -315,18 +367,29 @@ def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
     if operator.signature.dynamic_size:
         fail(operator.name, "vmap needs results of one size, and its result has one that depends on values")
     if operator.differentiable:
-        results = torch.func.vmap(operator.reference, tuple(in_dims), randomness=info.randomness)(*args)
-    else:  # Which may need values, as PyTorch's batching has none; no derivative is lost.
-        calls = [
-            operator.default(*(arg if dim is None else arg.select(dim, n) for arg, dim in zip(args, in_dims)))
-            for n in range(info.batch_size)
-        ]
-        results = torch.stack(calls) if len(outs) == 1 else tuple(map(torch.stack, zip(*calls)))
-    return results, outs[0] if len(outs) == 1 else tuple(outs)
+        return None
+    # The reference may need values, as PyTorch's batching has none; no derivative is lost.
+    calls = [
+        operator.default(*(arg if dim is None else arg.select(dim, n) for arg, dim in zip(args, in_dims)))
+        for n in range(info.batch_size)
+    ]
+    return (torch.stack(calls), 0) if len(outs) == 1 else (tuple(map(torch.stack, zip(*calls))), tuple(outs))
 
 
 def _call_with(operator: Any, args: Sequence[Any], changed: dict[int, Tensor]) -> Any:
     return operator.default(*(changed.get(i, arg) for i, arg in enumerate(args)))
+
+
+def refuse_for_number(op: str, name: str, given: Tensor) -> None:
+    """Raise for a tensor in place of a number, if its derivative would be lost, or it has a value for each sample."""
+    if given.requires_grad:
+        fail(op, f"{name} must be a number, got a tensor that requires a gradient, of which it would get none")
+    if is_dynamo_compiling():
+        return
+    if is_dual(given):
+        fail(op, f"{name} must be a number, got a tensor that has a tangent, which would be lost")
+    if is_batchedtensor(given) or is_gradtrackingtensor(given):
+        fail(op, f"{name} must be a number, got a tensor whose value a transform of torch.func keeps")
 
 
 def is_dual(value: Any) -> bool:

@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import linecache
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from torch._C import (
     _dispatch_call_boxed,
     _get_function_stack_at,
     _is_any_autocast_enabled,
+    _is_tracing,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
@@ -66,10 +68,11 @@ _HELPERS = {
     "_function_modes": _len_torch_function_stack,
     "_grad_enabled": torch.is_grad_enabled,
     "_forward_ad": forward_ad,
-    "_increment_version": increment_version,
     "_Tensor": Tensor,
     "_Parameter": Parameter,
     "_impls": torch.library._impls,
+    "_modules": sys.modules,
+    "_loaded": torch.ops.loaded_libraries,
 }
 # Where a plain call of an operator passes in the dispatcher, before its kernel and there.
 _PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
@@ -101,7 +104,7 @@ class operator:
     summed: str = ""
     """Dimensions that a result is a sum over if it lacks them, "K": DTensor shards along them too, and sums the parts."""
     vmap: Callable | None = None
-    """A rule of its own, as of torch.autograd.Function."""
+    """A rule of its own, as of torch.autograd.Function; None from it leaves a call to the derived one."""
     autocast: str = "promote"
     """What torch.autocast does with floating arguments: "promote" to the widest dtype among them, "lower" to autocast's
     own, "float32", or "" for nothing."""
@@ -162,11 +165,17 @@ class Operator:
         passed = frozenset(f"{NAMESPACE}/{self.name}/{key}" for key in _PASSED)
         torch.library._impls.difference_update(passed)
         self.is_ours = passed.isdisjoint
+        self._refuse_tensors_for_numbers(self.packet, self.default)
+        if self.kernel is not None:
+            self._refuse_tensors_for_numbers(self.packet.kernel, self.packet.kernel)
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self.shown: set[str] = set()
         self._complete(self.default, None)
         self._choose_kernels()
+        self.registered = self._registrations()
+        self.looked = -1
+        self.unchanged = [-1]
         self.function = self._make_function()
         when_imported("torch.utils.flop_counter", self._count_operations)
         if declared.fused:
@@ -201,7 +210,7 @@ class Operator:
     def _is_replaced(self, device: str) -> bool:
         """Whether a call leads to another kernel than those that have the bits of `fused`."""
         backends = ("native",) if device == "cpu" else ("native", "triton")
-        return _backends.used(self.name, device) not in backends or not self.is_ours(torch.library._impls)
+        return _backends.used(self.name, device) not in backends or not self.uses_only_ours()
 
     def _is_fused(self, *args: Any) -> bool:
         """Whether Inductor takes `fused` in place of a call: not in float16 and bfloat16, which it doesn't round between
@@ -209,6 +218,23 @@ class Operator:
         first = args[self.tensors[0]]
         device, plain = first.device.type, first.dtype in (torch.float32, torch.float64)
         return bool(self.declared.fused) and plain and device in ("cpu", "cuda") and not self._is_replaced(device)
+
+    def uses_only_ours(self) -> bool:
+        """Whether no user has registered a kernel that a plain call would reach.
+
+        torch.library has those of Python. Of those of C++ only the dispatcher knows, which takes long to ask: it is asked
+        again once a module was imported or torch.ops.load_library called, as these load the libraries that register.
+        """
+        count = len(sys.modules) + len(torch.ops.loaded_libraries)
+        if self.looked != count:
+            self.looked = count
+            self.unchanged[0] = count if self._registrations() == self.registered else -1
+        return self.unchanged[0] == count and self.is_ours(torch.library._impls)
+
+    def _registrations(self) -> list[str]:
+        """The dispatcher's kernels where a plain call passes, each with the place in a source file that registered it."""
+        lines = torch._C._dispatch_dump(self.qualified).splitlines()
+        return [line for line in lines if re.split(r"\W", line, maxsplit=1)[0] in _PASSED]
 
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
@@ -264,24 +290,19 @@ class Operator:
                     grads.append(f"{name}.requires_grad")
             elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
-        ways = ["_compiling()", "not _is_ours(_impls)", "_transforms()", "_dispatch_modes()"]
+        users = ["not _is_ours(_impls)", "len(_modules) + len(_loaded) != _unchanged[0]"]  # As uses_only_ours has them.
+        ways = ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
         ways.insert(0, "_function_modes()")  # They see what is asked of a tensor.
         ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
         kernel = f"_call(_kernel, {', '.join(arguments)})"
         quick = [f"            return {kernel}"]
-        if self.written:
-            quick = [
-                f"            {kernel}",
-                *(f"            _increment_version({self.names[i]})" for i in self.written),
-            ]
-            quick.append("            return None")
         test = f"        if {' and '.join(plain)} and not ({' or '.join(ways)}):"
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             test, quick = "", []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
-        scope["_is_ours"] = self.is_ours
+        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -320,6 +341,9 @@ class Operator:
         prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         def general(*args: Any) -> Any:
+            for i in numbers:
+                if isinstance(args[i], Tensor):
+                    _derivatives.refuse_for_number(self.name, self.names[i], args[i])
             if is_dynamo_compiling():
                 if floats and not _len_torch_function_stack() and not torch.compiler.is_exporting():
                     known = torch.fx.experimental.symbolic_shapes.has_static_value
@@ -328,20 +352,20 @@ class Operator:
                 return default(*args)
             if floats and any(isinstance(args[i], torch.SymFloat | torch.SymInt) for i in floats):
                 return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
-            for i in numbers:
-                if isinstance(args[i], Tensor) and args[i].requires_grad:
-                    why = "got a tensor that requires a gradient, of which it would get none"
-                    fail(self.name, f"{self.names[i]} must be a number, {why}")
-            plain = not (
-                self.written
-                or kernel is None
-                or _backends.chosen
-                or _are_functorch_transforms_active()
-                or _function_modes_matter()
-                or forward_ad._current_level >= 0
-                or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
-                or not self.is_ours(torch.library._impls)
-            ) and all(type(args[i]) is Tensor or type(args[i]) is Parameter for i in tensors)
+            plain = (
+                self.uses_only_ours()
+                and not (
+                    self.written
+                    or kernel is None
+                    or _backends.chosen
+                    or _are_functorch_transforms_active()
+                    or _function_modes_matter()
+                    or forward_ad._current_level >= 0
+                    or _is_tracing()  # torch.jit.trace, whose program has the operator, not Python's derivative of it.
+                    or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
+                )
+                and all(type(args[i]) is Tensor or type(args[i]) is Parameter for i in tensors)
+            )
             if not plain:
                 return default(*args)
             seen = bool(_len_torch_dispatch_stack())
@@ -368,6 +392,28 @@ class Operator:
 
     # Registration.
 
+    def _refuse_tensors_for_numbers(self, entry: Any, overload: Any) -> None:
+        """Let torch.ops refuse a tensor in place of a number, as the public function does, if a derivative would be lost.
+
+        PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call.
+        """
+        arguments = overload._schema.arguments
+        numbers = {argument.name: i for i, argument in enumerate(arguments) if str(argument.type) in _NUMBERS}
+        if not numbers:
+            return
+        call = entry._op
+
+        @wraps(call)
+        def refuse_or_call(*args: Any, **kwargs: Any) -> Any:
+            for name, i in numbers.items():
+                given = args[i] if i < len(args) else kwargs.get(name)
+                if isinstance(given, Tensor):
+                    _derivatives.refuse_for_number(self.name, name, given)
+            return call(*args, **kwargs)
+
+        torch.jit._builtins._register_builtin(refuse_or_call, self.qualified)  # For TorchScript, which knows `call`.
+        entry._op = refuse_or_call
+
     def _complete(self, overload: Any, backend: str | None) -> None:
         """Fake kernel, derivatives and transforms of an overload; what they call is then of the same backend."""
         name = overload._name.removesuffix(".default")
@@ -386,6 +432,7 @@ class Operator:
             return result
 
         torch.library.register_fake(name, fake, lib=_library)
+        self._refuse_tensors_for_numbers(overload, overload)
         overload._tags = _Tags(self)
         name = name.partition("::")[2]
         if self.written:
@@ -423,6 +470,14 @@ class Operator:
                 _backends.make(self, "triton")
             return self.triton_function(*args)  # type: ignore[misc]
 
+        def triton_without_autograd(*args: Any) -> Any:
+            """For <op>.kernel, whose native kernels make a new version of what they write."""
+            result = triton(*args)
+            for i in self.written:
+                if not args[i].is_inference():
+                    increment_version(args[i])
+            return result
+
         _library.impl(name, fallback, "CompositeExplicitAutograd")
         # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
         # that torch.func made and is done with, which may need a gradient behind what it says of itself.
@@ -448,7 +503,7 @@ class Operator:
             kernel = triton if backend == "triton" else fallback
             _implement(name, kernel, device.upper())
             if backend == "triton":
-                _implement(f"{name}.kernel", kernel, device.upper())
+                _implement(f"{name}.kernel", triton_without_autograd, device.upper())
         if by_triton and not _backends.interpreted:
             self._show_the_compiler(self.default)
 

@@ -180,7 +180,28 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
     return _suppress_by_class(boxes, scores, idxs, iou_threshold)
 
 
-@operator(differentiable=False, autocast="float32", onnx=_nms_padded_in_onnx)
+def _vmap_padded(info: Any, in_dims: Any, boxes: Any, scores: Any, iou_threshold: float, idxs: Any = None) -> Any:
+    """One call for the batch: a class of boxes is one of a sample. What is kept comes sample by sample once it is sorted."""
+    boxes, scores, idxs = (
+        t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((boxes, scores, idxs), (*in_dims[:2], *in_dims[3:], None))
+    )
+    samples, n = scores.shape
+    sample = torch.arange(samples, device=scores.device)
+    group = sample[:, None].expand(samples, n)
+    if idxs is not None:  # The classes of a sample are numbered from 0 to at most n - 1.
+        ordered, order = idxs.sort(dim=1)
+        steps = torch.nn.functional.pad(ordered.diff(dim=1) != 0, (1, 0)) if n else ordered
+        group = group * n + torch.zeros_like(order).scatter(1, order, steps.cumsum(1))
+    keep, _ = nms_padded(boxes.flatten(0, 1), scores.flatten(), iou_threshold, group.flatten())
+    of, order = keep.div(max(n, 1), rounding_mode="floor").sort(stable=True)  # What is not kept comes first, as of -1.
+    starts = torch.searchsorted(of, of.new_zeros(samples + 1) + torch.arange(samples + 1, device=of.device))
+    place = starts[:-1, None] + torch.arange(n, device=of.device)
+    kept = keep[order[place.clamp(max=max(samples * n - 1, 0))]] - n * sample[:, None] if n else place
+    return (kept.masked_fill(place >= starts[1:, None], -1), starts.diff()), (0, 0)
+
+
+@operator(differentiable=False, autocast="float32", onnx=_nms_padded_in_onnx, vmap=_vmap_padded)
 def nms_padded(
     boxes: Tensor, scores: Tensor, iou_threshold: float, idxs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

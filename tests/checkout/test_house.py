@@ -1,12 +1,18 @@
-"""The modules stand on floors: a module imports none of a higher floor, and no module imports itself in a circle."""
+"""The modules stand on floors: a module imports none of a higher floor, and no module imports itself in a circle. What they
+export has names and types that tools can read."""
 
 import ast
+import inspect
+import typing
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import extension_cpp
 
 PACKAGE = Path(__file__).parents[2] / "extension_cpp"
 FLOORS = [
@@ -116,3 +122,39 @@ def test_a_circle_is_found():
 def test_a_module_without_a_floor_is_found():
     with pytest.raises(AssertionError, match="_facts has no floor"):
         upward(imports({"_elf": "from extension_cpp import _facts", "_facts": ""}))
+
+
+def exported(source: str, **modules: list[str]) -> list[str]:
+    """`__all__` as a type checker finds it, which runs nothing: of lists of strings, and of other modules' `__all__`."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not (isinstance(target, ast.Name) and target.id == "__all__"):
+            continue
+        match node.value:
+            case ast.Attribute(value=ast.Name(id=module), attr="__all__"):
+                names += modules[module]
+            case value:
+                names += ast.literal_eval(value)
+    return names
+
+
+def test_type_checkers_find_every_name():
+    """tests/checkout/typed.py is what mypy makes of them."""
+    modules = sources()
+    ops = exported(modules["ops"])
+    assert ops == extension_cpp.ops.__all__
+    assert sorted(exported(modules["__init__"], ops=ops)) == sorted(extension_cpp.__all__)
+
+
+def test_a_computed_list_of_names_is_found():
+    with pytest.raises(ValueError, match="malformed node"):
+        exported("__all__ = []\nif True:\n    __all__ += ['a', *ops.__all__]", ops=["b"])
+
+
+@pytest.mark.parametrize("name", extension_cpp.ops.__all__)
+def test_every_public_function_has_types(name):
+    function = getattr(extension_cpp, name)
+    hints = typing.get_type_hints(function)
+    assert sorted(hints) == sorted([*inspect.signature(function).parameters, "return"])
+    assert Any not in hints.values()
