@@ -215,7 +215,7 @@ def cases(device: str) -> Iterator[Case]:
     for dtype in DTYPES:
         for log2 in sizes(device, dtype):
             yield from forward(device, dtype, log2)
-            both = {"native", "triton"} <= {*_backends.implementations("mymuladd", device)}
+            both = {"native", "triton"} <= {*_backends.implementations(extension_cpp.mymuladd.operator, device)}
             if device == "cuda" and both and log2 >= LEAST_GRAPH:
                 extension_cpp.use_backend("triton")  # Makes the overloads.
                 yield from in_triton(dtype, log2)

@@ -26,8 +26,9 @@ if _loader.libraries:
     from extension_cpp.ops import *  # noqa: F403
     from extension_cpp.ops._backends import backends, use_backend
     from extension_cpp.ops._export import decompositions, onnx_translations
+    from extension_cpp.ops._operator import operator
 
-    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "ops", "use_backend", *ops.__all__]
+    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "operator", "ops", "use_backend", *ops.__all__]
 
 
 def __getattr__(name: str) -> Any:

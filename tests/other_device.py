@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import FLOATING, Case, Contract, clone, gradients, map_tensors, run, tensors
 from torch.utils import cpp_extension
 
 import extension_cpp
+from extension_cpp.testing import FLOATING, Case, Contract, clone, gradients, map_tensors, run, tensors
 
 HERE = Path(__file__).parent
 

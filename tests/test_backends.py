@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import SYMBOLIC
 from functorch.compile import make_boxed_func
 from processes import PACKAGE, python
 from torch._dynamo.backends.common import aot_autograd
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import extension_cpp
 from extension_cpp import use_backend
 from extension_cpp.ops import _backends
+from extension_cpp.testing import SYMBOLIC
 
 HERE = Path(__file__).parent
 OPS = torch.ops.extension_cpp
@@ -484,7 +484,7 @@ def contracts(chosen: str, interpret: str) -> int:
 )
 def test_the_interpreter_is_used_by_default():
     """Where no GPU is, so that a wrong formula fails the operator's own tests; other processes have nothing of it."""
-    assert _backends.implementations("add_one", "cpu") == ["native", "triton", "reference"]
+    assert _backends.implementations(extension_cpp.add_one.operator, "cpu") == ["native", "triton", "reference"]
     with use_backend("triton"), Recorder() as recorder:
         assert extension_cpp.add_one(torch.ones(3)).tolist() == [2.0] * 3
     assert recorder.seen == ["add_one.triton"]

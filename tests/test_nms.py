@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from contract import DEVICES, Case, Contract
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
+from extension_cpp.testing import DEVICES, Case, Contract
 
 try:
     import torchvision

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from contract import significant_strides
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from extension_cpp.ops import _backends, _signature
 from extension_cpp.ops._signature import Pattern, Signature, empty_elementwise, value
+from extension_cpp.testing import significant_strides
 
 OPERATORS = {
     name: operator

@@ -422,7 +422,8 @@ def instructions(function) -> list[str]:
 def library(monkeypatch):
     with torch.library._scoped_library("extension_cpp", "FRAGMENT") as library:
         before = dict(_backends.operators)
-        monkeypatch.setattr(_operator, "_library", library)  # No kernel stays in the process that later tests share.
+        # No kernel stays in the process that later tests share.
+        monkeypatch.setattr(_operator, "_libraries", lambda namespace: (library, library))
         yield library
         _backends.operators.clear()
         _backends.operators.update(before)
