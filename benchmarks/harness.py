@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -241,7 +242,8 @@ def measure(case: Case, clock: Clock = time.perf_counter) -> list[dict]:
 
 
 def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
-    torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
+    if "torch._dynamo" in sys.modules:  # Else nothing is compiled, and this would import it.
+        torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
     torch.manual_seed(0)
     inputs = case.inputs()
     verify(case, inputs)

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 # Every GPU of 9.0 runs 9.0a, which has Hopper's own instructions.
@@ -91,10 +92,11 @@ def architecture_flags(architectures: Iterable[str]) -> list[str]:
 
 def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str] = ()) -> dict[str, str]:
     """The commands of ninja's file, by name: cxx and nvcc compile a file, link_cxx and link_nvcc make a library."""
-    from torch.utils import cpp_extension  # Only for the folders of torch's headers and libraries.
-
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
-    include, library = cpp_extension.include_paths()[0], cpp_extension.library_paths()[0]
+    torch = find_spec("torch")  # Not imported, which takes longer than to find that nothing has changed.
+    if torch is None or not torch.submodule_search_locations:
+        raise BuildError("the build needs torch: pip install torch")
+    include, library = (f"{torch.submodule_search_locations[0]}/{folder}" for folder in ("include", "lib"))
     # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
     host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0"]
     host += [f"-ffile-prefix-map={include}=include"] if " " not in include else []  # nvcc can't pass a space on
@@ -106,13 +108,13 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     # A build ID would be a hash of this build's paths, which nothing else in the file depends on.
     plain = [] if debug else ["-Wl,-s", "-Wl,--build-id=none"]
     # libstdc++ comes first: PyTorch's wheels export some of its newer symbols too, but without a version.
-    torch = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
+    libraries = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
     output = "-MMD -MF $out.d -c $in -o $out"
     env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
     commands = {
         # The last optimization level counts. Conda's flags have -O2, with which GCC vectorizes few of the kernels' loops.
         "cxx": f"{shlex.join([*cxx, *common, *host, *headers])} {env['CXXFLAGS']} {optimise} {output}",
-        "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(torch)} {env['LDFLAGS']}",
+        "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(libraries)} {env['LDFLAGS']}",
     }
     if nvcc:
         # conda-forge's nvcc gets its host compiler from these flags.
@@ -121,7 +123,7 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
         device = [optimise, *architecture_flags(architectures), "--threads=2", "-DUSE_CUDA"]
         device += ["-G"] if debug else ["--compress-mode=size"]
         wrapped = [flag for option in host for flag in ("-Xcompiler", option)]
-        linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
+        linked = [option.replace("-Wl,", "-Xlinker=") for option in libraries]
         # In NVIDIA's wheels the runtime is in lib, where their nvcc doesn't look.
         runtime = Path(nvcc).resolve().parents[1] / "lib"
         linked += [f"-L{runtime}"] if (runtime / "libcudart_static.a").exists() else []

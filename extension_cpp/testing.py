@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -56,6 +55,25 @@ OF_KERNELS = {
     "test_export",
 }
 """Checks that the backend "reference" has no part in: it is PyTorch's operators, and its registration is that of all."""
+OF_THE_COMPILER = {
+    "test_opcheck",
+    "test_compile",
+    "test_compile_for_any_size",
+    "test_compliant",
+    "test_export",
+    "test_fake_cuda",
+    "test_inductor_fuses",
+    "test_symbolic_numbers",
+}
+"""Checks that trace and compile. They take several times as long as all others."""
+IMPORTS_THE_COMPILER = {
+    "test_dispatch_modes",
+    "test_errors",
+    "test_fake_kernel",
+    "test_forward_mode",
+    "test_wrong_arguments",
+}
+"""Other checks for which PyTorch imports its compiler: those of fake tensors and of forward mode."""
 
 Args = tuple[Any, ...]
 
@@ -348,7 +366,7 @@ class Contract:
     def test_fake_kernel(self, device, dtype):
         """Shape, dtype, strides and device of the real result, from the fake kernel."""
         op = self.op
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        mode = of_any_size()
         for args in self.op.samples(device, dtype):
             given = [("of the sample", args)]
             if dtype == torch.float32:  # Layouts mean the same in every dtype.
@@ -386,7 +404,7 @@ class Contract:
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
             real = run(op, op.reference, map_tensors(clone, args))
-            with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
+            with of_any_size():
                 fake = map_tensors(
                     lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args
                 )
@@ -1160,6 +1178,13 @@ def wrong_arguments(signature: Signature, args: Args) -> Iterator[tuple[str, Arg
         bound |= {name for pattern in argument.patterns for name in (*pattern.names, *["..."] * pattern.pack)}
         for other in others:
             yield argument.name, (*args[:at], other, *args[at + 1 :])
+
+
+def of_any_size() -> FakeTensorMode:
+    """A mode that knows sizes which depend on values as symbols."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
 def fake_args(mode: FakeTensorMode, args: Args) -> Args:
