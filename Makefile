@@ -54,7 +54,7 @@ test-packages: build
 	$(MAKE) package VARIANT=all
 	$(PYTEST) -m packages tests/checkout
 
-# A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
+# A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent.
 op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
 	@$(MAKE) --no-print-directory build

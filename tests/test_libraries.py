@@ -134,7 +134,7 @@ def test_ptx_of_the_newest():
 def triton_on_cuda() -> set[str]:
     """The operators of families without a .cu file, of which Triton makes the CUDA kernels."""
     sources = [path for path in jit.source_folder().glob("*.cpp") if not path.with_suffix(".cu").exists()]
-    return {name for path in sources for name in re.findall(r'm\.def\(\s*"(\w+)', path.read_text())}
+    return {name for path in sources for name in re.findall(r'Operator \w+\(\s*"(\w+)\(', path.read_text())}
 
 
 def overloads() -> list[str]:

@@ -2,7 +2,7 @@
 
 The line stands next to the operator's schema in csrc/. The kernels check their arguments by it, with the same words
 (csrc/common/signature.cpp); here the fake kernels, the checks of references and all that is derived from shapes use it.
-docs/add-an-operator.md has the grammar.
+The guide to adding an operator has the grammar.
 """
 
 from __future__ import annotations

@@ -133,7 +133,25 @@ class TestDistribution:
             where = path.relative_to(checkout.path)
             assert not re.search(rf"extension_cpp|\b({ops})\b", str(where))
             found = re.search(rf"(?i)extension_cpp|(?<!torch\.)\b({ops})\b", content.decode())
-            assert not found or where.name == ".copier-answers.yml", f"{found[0]} in {where}"
+            kept = where.name == ".copier-answers.yml" or (
+                where.name == "LICENSE" and found and found[0] == "extension_cpp"
+            )
+            assert not found or kept, f"{found[0]} in {where}"
+
+    def test_licence(self, checkout):
+        """The original's notice stays, as its licence asks, and stands next to the distribution's."""
+        holders = re.findall(
+            r"^Copyright .* the (\w+) developers$", (checkout.path / "LICENSE").read_text(), re.MULTILINE
+        )
+        assert holders == ["extension_cpp", NAME]
+
+    def test_documents_are_there(self, checkout):
+        """Those that something names. The guides stay with the original, whose address the README has."""
+        for path, content in contents(checkout.path).items():
+            if not path.is_relative_to(checkout.path / "tests"):
+                named = re.findall(r"[\w./-]+\.md\b", re.sub(r"wildcard \S+", "", content.decode()))
+                lost = [name for name in named if not any((at / name).exists() for at in (checkout.path, path.parent))]
+                assert not lost, f"{path.relative_to(checkout.path)} names {lost}"
 
     def test_same_layout(self, original, checkout):
         there, here = (
