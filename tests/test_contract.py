@@ -405,21 +405,21 @@ def test_a_failure_names_what_answers_it(fault, answer):
 def test_a_namespace_of_its_own():
     """An operator in one is told apart from this package's of the same name, and its errors say which is missing."""
     with torch.library._scoped_library("fault_ops", "FRAGMENT") as library:
-        for name in ("nms", "unsigned"):
+        for name in ("fault_none", "unsigned"):
             library.define(f"{name}(Tensor x) -> Tensor")
             library.impl(name, double, "CPU")
-        before = _backends.operators["nms"]
-        function = operator(name="fault_ops::nms", signature="x: ... -> ...")(double)
+        before = _backends.operators["fault_none"]
+        function = operator(name="fault_ops::fault_none", signature="x: ... -> ...")(double)
         try:
-            assert function(torch.ones(2)).tolist() == [2, 2] and _backends.operators["nms"] is before
-            assert extension_cpp.backends()["fault_ops::nms"]["cpu"] == "native"
-            with pytest.raises(RuntimeError, match=r"^nms: fault_ops::nms is declared already$"):
-                operator(name="fault_ops::nms")(double)
+            assert function(torch.ones(2)).tolist() == [2, 2] and _backends.operators["fault_none"] is before
+            assert extension_cpp.backends()["fault_ops::fault_none"]["cpu"] == "native"
+            with pytest.raises(RuntimeError, match=r"^fault_none: fault_ops::fault_none is declared already$"):
+                operator(name="fault_ops::fault_none")(double)
             unsigned = operator(name="fault_ops::unsigned")(double).operator
             with pytest.raises(RuntimeError, match=r"^unsigned: no signature of fault_ops::unsigned in .*_C.*so"):
                 _ = unsigned.signature
         finally:
-            for name in ("nms", "unsigned"):
+            for name in ("fault_none", "unsigned"):
                 _backends.operators.pop(f"fault_ops::{name}", None)
             _operator._libraries.cache_clear()
     with pytest.raises(RuntimeError, match=r"^absent: no library that is loaded has a schema of fault_ops::absent: "):
