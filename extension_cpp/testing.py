@@ -210,7 +210,7 @@ def guarded(t: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The values of t in every kind of memory layout, each in memory of its own."""
+    """The values of t in every memory layout, each in memory of its own."""
     yield "contiguous", t.clone(memory_format=torch.contiguous_format)
     yield "offset", torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
     if t.dim() >= 1:

@@ -153,11 +153,11 @@ def shapes(draw, signature: Signature) -> list[tuple[int, ...]]:
     for at in draw(st.lists(st.integers(0, len(result) - 1), max_size=2)):
         shape = list(result[at])
         where = draw(st.integers(0, len(shape)))
-        kind = draw(st.sampled_from(["more", "fewer", "other"]))
-        if kind == "more":
+        change = draw(st.sampled_from(["more", "fewer", "other"]))
+        if change == "more":
             shape.insert(where, draw(SIZES))
         elif where < len(shape):
-            shape[where : where + 1] = [] if kind == "fewer" else [draw(SIZES)]
+            shape[where : where + 1] = [] if change == "fewer" else [draw(SIZES)]
         result[at] = tuple(shape)
     return result
 

@@ -70,14 +70,14 @@ class TestBackends:
     def test_every_operator_on_every_device(self):
         told = extension_cpp.backends("xpu")
         told = {
-            name: by_kind for name, by_kind in told.items() if not name.startswith("fault_")
+            name: by_type for name, by_type in told.items() if not name.startswith("fault_")
         }  # Those of other tests.
         assert list(told) == sorted(extension_cpp.ops.__all__)
-        for name, by_kind in told.items():
-            assert by_kind["cpu"] == "native" and by_kind["xpu"] == "reference"
+        for name, by_type in told.items():
+            assert by_type["cpu"] == "native" and by_type["xpu"] == "reference"
             native = CUDA and (PACKAGE / "_C_cuda.so").exists() and name not in ("add_one", "my_op")
             triton = name in ("add_one", "my_op", "mymul", "mymuladd") and CUDA and not _backends.why_no_triton()
-            assert by_kind["cuda"] == ("native" if native else "triton" if triton else "reference")
+            assert by_type["cuda"] == ("native" if native else "triton" if triton else "reference")
         json.dumps(told)
 
 

@@ -247,7 +247,7 @@ class Operator:
         parameters, arguments, plain, grads = [], [], [], []
         defaults: dict[str, Any] = {}
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
-            kind = str(argument.type)
+            type_name = str(argument.type)
             if name in self.declared.filled:
                 arguments.append(f"_fill_{name}({self.names[0]})")
                 defaults[f"_fill_{name}"] = self.declared.filled[name]
@@ -257,14 +257,14 @@ class Operator:
                 defaults[f"_default_{name}"] = self.defaults[i]
             arguments.append(name)
             if i in self.tensors:
-                if "Optional" in kind:
+                if "Optional" in type_name:
                     plain.append(f"({name} is None or type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name} is not None and {name}.requires_grad")
                 else:
                     plain.append(f"(type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name}.requires_grad")
-            elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
-                plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
+            elif type_name in _NUMBERS:  # A tensor in place of a number might need a gradient.
+                plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         ways = ["_compiling()", "not _is_ours(_impls)", "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
@@ -532,11 +532,11 @@ class Operator:
 
         entry = self.packet._op
         arguments = str(self.schema).partition("(")[2]
-        for name, pattern, kind in (
+        for name, pattern, replacement in (
             ("symbolic", r"float (\w+)", r"Scalar \1"),
             ("tensor", r"float (\w+)(=[^,)]*)?", r"Tensor \1"),
         ):
-            self.other_types.define(f"{self.name}.{name}({re.sub(pattern, kind, arguments)}")
+            self.other_types.define(f"{self.name}.{name}({re.sub(pattern, replacement, arguments)}")
         self.packet._op = entry
         for overload in (self.packet.symbolic, self.packet.tensor):
             self.library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")
