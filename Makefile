@@ -58,7 +58,7 @@ test-packages: build
 features: build
 	$(RUN) tests/features.py
 
-# A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent (docs/add-an-operator.md).
+# A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent.
 op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
 	@$(MAKE) --no-print-directory build
@@ -66,9 +66,10 @@ op: build
 	@echo "next: edit csrc/$(NAME).cpp and extension_cpp/ops/$(NAME).py, and after each edit: make check NAME=$(NAME)." \
 	    "The guide: $(firstword $(wildcard docs/add-an-operator.md) README.md)"
 
-# After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing.
+# After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing. ALL=1
+# also checks what torch.compile and torch.export make of it.
 check: $(VENV)/.ready
-	@$(TOOLS) $(RUN) -m templates.check "$(NAME)"
+	@$(TOOLS) $(RUN) -m templates.check "$(NAME)" $(if $(ALL),--all)
 
 # Operator NAME becomes TO, in its files; what else names it (documents, other modules) is not changed.
 op-rename: $(VENV)/.ready

@@ -48,7 +48,7 @@ def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     for op, (_, expected, _) in PEERS.items():
         sixteen = vectors(device, torch.float32, 16, 1)
-        yield Case(op, device, peers(op), sixteen, expected, kind="a call on 16 elements", timer=time_calls)
+        yield Case(op, device, peers(op), sixteen, expected, workload="a call on 16 elements", timer=time_calls)
         for dtype in DTYPES:
             for log2 in sizes(device, dtype):
                 n = 2**log2
@@ -65,5 +65,5 @@ def cases(device: str) -> Iterator[Case]:
         return grad, input.requires_grad_()
 
     steps = {OURS: backward(my_op), "input * scalar": backward(scaled)}
-    common = {"kind": "forward and backward", "dtype": torch.float32, "size": f"2^{log2}", "bytes": 16 * n}
+    common = {"workload": "forward and backward", "dtype": torch.float32, "size": f"2^{log2}", "bytes": 16 * n}
     yield Case("my_op", device, steps, leaf, backward(reference), operations=2 * n, **common)

@@ -85,7 +85,7 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
         peers(device, backward),
         training,
         backward(reference_of(extension_cpp.convrnn_forward)),
-        kind="forward and backward",
+        workload="forward and backward",
         bytes=5 * dtype.itemsize * elements,
         operations=6 * taps * elements,
         # The kernel's gradient is a sum of so many products.

@@ -72,7 +72,7 @@ def training(device: str, dtype: torch.dtype, side: int) -> Case:
         device,
         dtype,
         (side, side, side),
-        kind="forward and backward",
+        workload="forward and backward",
         size=f"{side:,}",
         contenders={name: backward(function) for name, function in PEERS.items()},
         inputs=inputs,
@@ -85,7 +85,7 @@ def training(device: str, dtype: torch.dtype, side: int) -> Case:
 def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     small = partial(case, device, torch.float32, (16, 16, 16))
-    yield small(kind="a call on 16 by 16", timer=time_calls, bytes=0, operations=0, short=True)
+    yield small(workload="a call on 16 by 16", timer=time_calls, bytes=0, operations=0, short=True)
     for dtype in DTYPES:
         for side in SIZES[device]:
             short = dtype == torch.float32 and side == 512
@@ -104,13 +104,13 @@ def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for m in (1, 16, 128):
         for title, make_b in (("", plain), (" transposed", transposed)):
             size = f"{m} by {large:,} by {large:,}{title}"
-            yield case(device, dtype, (m, large, large), make_b=make_b, kind="skinny", size=size)
+            yield case(device, dtype, (m, large, large), make_b=make_b, workload="skinny", size=size)
     for title, make_a, make_b in (
         ("a transposed", transposed, plain),
         ("b transposed", plain, transposed),
         ("both transposed", transposed, transposed),
         ("rows off alignment", unaligned, unaligned),
     ):
-        yield case(device, dtype, (side, side, side), make_a, make_b, kind="strided", size=title)
+        yield case(device, dtype, (side, side, side), make_a, make_b, workload="strided", size=title)
     yield case(device, dtype, prime, size=" by ".join(f"{n:,}" for n in prime))
     yield training(device, dtype, side)

@@ -93,7 +93,7 @@ def cached(dtype: torch.dtype, log2: int) -> Case:
         peers("cpu", dtype),
         vectors("cpu", dtype, 2**log2, 2),
         mymuladd_reference,
-        kind="forward from the cache",
+        workload="forward from the cache",
         dtype=dtype,
         size=f"2^{log2}",
         operations=2 * 2**log2,
@@ -107,8 +107,8 @@ def in_triton(dtype: torch.dtype, log2: int) -> Iterator[Case]:
     """
     n = 2**log2
     ops = torch.ops.extension_cpp
-    kind = "forward in Triton as a CUDA graph"
-    common = {"kind": kind, "dtype": dtype, "size": f"2^{log2}", "x": n, "bytes": 3 * dtype.itemsize * n}
+    workload = "forward in Triton as a CUDA graph"
+    common = {"workload": workload, "dtype": dtype, "size": f"2^{log2}", "x": n, "bytes": 3 * dtype.itemsize * n}
     two = vectors("cuda", dtype, n, 2)
     chosen = {OURS: graphed(lambda a, b: ops.mymuladd.triton(a, b, C)), "native graph": graphed(mymuladd)}
     yield Case("mymuladd", "cuda", chosen, two, mymuladd_reference, operations=2 * n, **common)
@@ -138,10 +138,10 @@ def training(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
         "operations": 4 * n,
     }
     short = log2 == 20 and dtype == torch.float32
-    yield Case("mymuladd", device, steps, kind="forward and backward", short=short, **common)
+    yield Case("mymuladd", device, steps, workload="forward and backward", short=short, **common)
     if device == "cuda" and log2 >= LEAST_GRAPH:
         graphs = {name: graphed(step) for name, step in steps.items()}
-        yield Case("mymuladd", device, graphs, kind="forward and backward as a CUDA graph", **common)
+        yield Case("mymuladd", device, graphs, workload="forward and backward as a CUDA graph", **common)
 
 
 def layouts(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -186,7 +186,7 @@ def layouts(device: str, dtype: torch.dtype) -> Iterator[Case]:
             {OURS: mymuladd, "a*b+c": eager, "addcmul": addcmul(device, dtype)},
             partial(make, device),
             mymuladd_reference,
-            kind="strided",
+            workload="strided",
             dtype=dtype,
             size=title,
             bytes=read + result * dtype.itemsize,
@@ -203,7 +203,7 @@ def call(device: str) -> Case:
         peers(device, torch.float32),
         inputs,
         mymuladd_reference,
-        kind="a call on 16 elements",
+        workload="a call on 16 elements",
         timer=time_calls,
         short=True,
     )
@@ -215,7 +215,7 @@ def cases(device: str) -> Iterator[Case]:
     for dtype in DTYPES:
         for log2 in sizes(device, dtype):
             yield from forward(device, dtype, log2)
-            both = {"native", "triton"} <= {*_backends.implementations("mymuladd", device)}
+            both = {"native", "triton"} <= {*_backends.implementations(extension_cpp.mymuladd.operator, device)}
             if device == "cuda" and both and log2 >= LEAST_GRAPH:
                 extension_cpp.use_backend("triton")  # Makes the overloads.
                 yield from in_triton(dtype, log2)

@@ -121,7 +121,7 @@ def batched(device: str, n: int) -> Case:
         {name: lambda *args, f=f: f(*args, THRESHOLD) for name, (_, f) in peers(device).items()},
         inputs,
         lambda *args: reference_of(extension_cpp.batched_nms)(*args, THRESHOLD),
-        kind=f"{CLASSES} classes",
+        workload=f"{CLASSES} classes",
         dtype=torch.float32,
         size=f"{n:,}",
         bytes=28 * n,
@@ -154,7 +154,7 @@ def padded(device: str, n: int) -> Case:
         },
         lambda: tuple(t.to(device) for t in random_boxes(n, 1_000)),
         lambda boxes, scores: reference_of(extension_cpp.nms_padded)(boxes, scores, THRESHOLD),
-        kind="in a field of 1,000",
+        workload="in a field of 1,000",
         dtype=torch.float32,
         size=f"{n:,}",
         bytes=28 * n,
@@ -177,8 +177,8 @@ def large(n: int) -> Iterator[Case]:
         return tuple(t.cuda() for t in random_boxes(n, 10_000))
 
     described = {"inputs": inputs, "dtype": torch.float32, "size": f"{n:,}"}
-    yield Case("nms", "cuda", {OURS: ours}, kind="in a field of 10,000, no peer", bytes=20 * n, **described)
-    extra = {"kind": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
+    yield Case("nms", "cuda", {OURS: ours}, workload="in a field of 10,000, no peer", bytes=20 * n, **described)
+    extra = {"workload": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
     yield Case("nms", "cuda", {OURS: memory}, **extra, **described)
 
 
@@ -187,7 +187,7 @@ def cases(device: str) -> Iterator[Case]:
     for field in FIELDS:
         # Of the wide field nearly all boxes stay, and for each the reference takes a step; so it does for each of a chain.
         for n in SIZES[device][:-1] if (device, field) == ("cpu", FIELDS[1]) else SIZES[device]:
-            curve = {"kind": f"in a field of {field:,}", "size": f"{n:,}", "x": n, "axis": "boxes", "draw": "time"}
+            curve = {"workload": f"in a field of {field:,}", "size": f"{n:,}", "x": n, "axis": "boxes", "draw": "time"}
             make = lambda n=n, field=field: random_boxes(n, field)  # noqa: E731
             yield single(device, make, n, **curve, short=(n, field) == (5_000, 1_000))
     few = 20_000 if device == "cuda" else 5_000
@@ -196,7 +196,7 @@ def cases(device: str) -> Iterator[Case]:
         ("all equal", 20_000, lambda: equal_boxes(20_000)),
         ("in a chain", few, lambda: chained_boxes(few)),
     ):
-        yield single(device, make, n, kind="hard cases", size=f"{n:,} {title}")
+        yield single(device, make, n, workload="hard cases", size=f"{n:,} {title}")
     for n in (10_000, 100_000 if device == "cuda" else 30_000):
         yield batched(device, n)
     yield padded(device, 5_000)

@@ -55,7 +55,7 @@ def importing(module: str, after: str) -> float:
 
 
 def package(title: str, contenders: Mapping[str, Callable[..., object]], device: str = "cpu", **options) -> Case:
-    return Case("package", device, contenders, kind=title, timer=reported, **options)
+    return Case("package", device, contenders, workload=title, timer=reported, **options)
 
 
 def packages() -> Iterator[Case]:

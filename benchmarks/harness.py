@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,10 +54,11 @@ class Case:
     """Makes the arguments of the contenders; called when the case's turn has come, more than once if inputs rotate."""
     reference: Function | None = None
     """The operator's plain PyTorch, on the same inputs; None where there is no result to compare."""
-    kind: str = "forward"
+    workload: str = "forward"
+    """What is timed of the operator: "forward and backward", "strided"."""
     dtype: torch.dtype | None = None
     size: str = ""
-    """What else tells this case from others of its kind: its shape, its layout."""
+    """What else tells this case from others of its workload: its shape, its layout."""
     x: float | None = None
     """Its place on the picture's axis of sizes; None leaves it out of curves."""
     axis: str = "elements"
@@ -80,7 +82,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return ", ".join(part for part in (self.kind, dtype_name(self.dtype), self.size) if part)
+        return ", ".join(part for part in (self.workload, dtype_name(self.dtype), self.size) if part)
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -241,7 +243,8 @@ def measure(case: Case, clock: Clock = time.perf_counter) -> list[dict]:
 
 
 def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
-    torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
+    if "torch._dynamo" in sys.modules:  # Else nothing is compiled, and this would import it.
+        torch.compiler.reset()  # Compiled peers are compiled for this case's shapes, not for any.
     torch.manual_seed(0)
     inputs = case.inputs()
     verify(case, inputs)
@@ -276,7 +279,7 @@ def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
     described = {
         "op": case.op,
         "case": case.name,
-        "kind": case.kind,
+        "kind": case.workload,  # By this name since the first results.
         "dtype": dtype_name(case.dtype),
         "size": case.size,
         **({"x": case.x, "axis": case.axis, "draw": case.draw} if case.x is not None else {}),

@@ -26,9 +26,10 @@ if _loader.libraries:
     from extension_cpp.ops import *  # noqa: F403
     from extension_cpp.ops._backends import backends, use_backend
     from extension_cpp.ops._export import decompositions, onnx_translations
+    from extension_cpp.ops._operator import operator
 
     # In the two forms that type checkers read.
-    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "ops", "use_backend"]
+    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "operator", "ops", "use_backend"]
     __all__ += ops.__all__
 
 if not TYPE_CHECKING:  # Where it would stand for any name.

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 # A GPU runs the code of its architecture and of the lower ones with the same first number: 8.0 is for 8.6 and 8.9 too.
@@ -93,10 +94,11 @@ def architecture_flags(architectures: Iterable[str]) -> list[str]:
 
 def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str] = ()) -> dict[str, str]:
     """The commands of ninja's file, by name: cxx and nvcc compile a file, link_cxx and link_nvcc make a library."""
-    from torch.utils import cpp_extension  # Only for the folders of torch's headers and libraries.
-
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
-    include, library = cpp_extension.include_paths()[0], cpp_extension.library_paths()[0]
+    torch = find_spec("torch")  # Not imported, which takes longer than to find that nothing has changed.
+    if torch is None or not torch.submodule_search_locations:
+        raise BuildError("the build needs torch: pip install torch")
+    include, library = (f"{torch.submodule_search_locations[0]}/{folder}" for folder in ("include", "lib"))
     # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
     host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0", f"-ffile-prefix-map={include}=include"]
     optimise = "-O0" if debug else "-O3"
@@ -107,13 +109,13 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     # A build ID would be a hash of this build's paths, which nothing else in the file depends on.
     plain = [] if debug else ["-Wl,-s", "-Wl,--build-id=none"]
     # libstdc++ comes first: PyTorch's wheels export some of its newer symbols too, but without a version.
-    torch = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
+    libraries = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
     output = "-MMD -MF $out.d -c $in -o $out"
     env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
     commands = {
         # The last optimization level counts. Conda's flags have -O2, with which GCC vectorizes few of the kernels' loops.
         "cxx": f"{shlex.join([*cxx, *common, *host, *headers])} {env['CXXFLAGS']} {optimise} {output}",
-        "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(torch)} {env['LDFLAGS']}",
+        "link_cxx": f"{shlex.join(cxx)} -shared $in -o $out {shlex.join(libraries)} {env['LDFLAGS']}",
     }
     if nvcc:
         # conda-forge's nvcc gets its host compiler from these flags.
@@ -123,7 +125,7 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
         device += ["-G"] if debug else ["--compress-mode=size"]
         passed = [option for option in host if " " not in option]  # nvcc can't pass a space on.
         wrapped = [flag for option in passed for flag in ("-Xcompiler", option)]
-        linked = [option.replace("-Wl,", "-Xlinker=") for option in torch]
+        linked = [option.replace("-Wl,", "-Xlinker=") for option in libraries]
         # In NVIDIA's wheels the runtime is in lib, where their nvcc doesn't look.
         runtime = Path(nvcc).resolve().parents[1] / "lib"
         linked += [f"-L{runtime}"] if (runtime / "libcudart_static.a").exists() else []

@@ -1,17 +1,19 @@
 """`make check NAME=...`: compiles what has changed, runs an operator's contract, and times it. It saves nothing.
 
-All in one process: in each of three, most of the time would go into importing PyTorch.
+Most of the time goes into importing PyTorch: one process imports it, while another compiles; and where the tests begin it
+becomes two, of which one imports PyTorch's compiler.
 """
 
+import argparse
 import os
 import re
 import runpy
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-
-import pytest
-import torch
-from rich.console import Console
+from tempfile import TemporaryFile
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,40 +29,80 @@ def stem_of(name: str) -> str:
     return name if name in sources else stems[0]
 
 
+# Neither the package, which is imported once it is compiled, nor Triton, which the tests import with its interpreter.
+IMPORTED = ("hypothesis", "pytest", "rich.console", "sympy", "torch")
+
+
 def build() -> None:
     """As `make build`, but of CUDA code only what this machine can run."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("USE_CUDA", "0")
-    sys.argv[:] = ["setup.py", "--quiet", "build_ext", "--inplace"]
-    runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
+    environment = dict(os.environ)
+    if not runpy.run_path(str(ROOT / "extension_cpp" / "_machine.py"))["nvidia"]().gpus:
+        environment.setdefault("USE_CUDA", "0")
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        for module in IMPORTED:
+            import_module(module)
+    if process.returncode:
+        sys.exit(process.returncode)
 
 
 class Only:
     """Of a family's tests the contract of an operator, in two dtypes; of every operator if the name is the family's.
 
-    The reference, which is PyTorch, is not checked against itself. What needs PyTorch's compiler comes last: half of the time
-    goes into importing that.
+    The reference, which is PyTorch, is not checked against itself. What PyTorch's compiler makes of the operator follows from
+    its declaration and takes longer than all else: that is checked only if it is asked for.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, compiled: bool, traced: bool) -> None:
+        self.name, self.compiled, self.traced = name, compiled, traced
 
-    def keeps(self, item: pytest.Item) -> bool:
+    def keeps(self, item: Any) -> bool:
+        import torch
+
+        from extension_cpp.testing import IMPORTS_THE_COMPILER, OF_THE_COMPILER
+
         case, params = getattr(getattr(item, "cls", None), "op", None), getattr(item, "callspec", None)
         if case is None or self.name not in (case.name, case.operator.stem):
             return False
         chosen = params.params if params else {}
         few = {torch.float32, torch.bfloat16} & {*case.dtypes} or {*case.dtypes}
-        return chosen.get("chosen") != "reference" and ("dtype" not in chosen or chosen["dtype"] in few)
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted(
-            filter(self.keeps, items), key=lambda item: item.name.startswith(("test_opcheck", "test_compile"))
+        return (
+            chosen.get("chosen") != "reference"
+            and ("dtype" not in chosen or chosen["dtype"] in few)
+            and (self.compiled or item.function.__name__ not in OF_THE_COMPILER)
+            and self.traced == (item.function.__name__ in OF_THE_COMPILER | IMPORTS_THE_COMPILER)
         )
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = filter(self.keeps, items)
+
+
+def contract(test: str, name: str, compiled: bool) -> int:
+    """Run the checks: what traces the operator in another process, which shows its results after those of this one."""
+    import pytest
+
+    def run(traced: bool) -> int:
+        options = ["-q", "-x", "-rfE", "-p", "no:warnings", "-p", "no:cacheprovider"]
+        return int(pytest.main([*options, test], plugins=[Only(name, compiled, traced)]))
+
+    with TemporaryFile("w+") as said:
+        sys.stdout.flush()
+        if not (process := os.fork()):
+            os.dup2(said.fileno(), 1)
+            status = run(True)
+            sys.stdout.flush()
+            os._exit(status)
+        status = run(False)
+        other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        said.seek(0)
+        print(said.read(), end="")
+    return status or other
 
 
 def measure(name: str, stem: str) -> None:
     """The short form, of the family if the operator has none; without the machine's limits, which take long to measure."""
+    from rich.console import Console
+
     from benchmarks import harness, records
     from benchmarks.__main__ import cases, devices
     from benchmarks.report import words
@@ -80,16 +122,21 @@ def measure(name: str, stem: str) -> None:
             console.print(words.table(records.Results(records.header(stem, device, records.commit(), {}), found)))
 
 
-def main(name: str) -> None:
+def main(name: str, compiled: bool) -> None:
     stem = stem_of(name)
     build()
     test = f"tests/test_{stem}.py"
-    if status := pytest.main(["-q", "-x", "-rfE", "-p", "no:warnings", test], plugins=[Only(name)]):
-        sys.exit(int(status))
+    if status := contract(test, name, compiled):
+        sys.exit(status)
     measure(name, stem)
-    print(f"checked in two dtypes; all of the family's tests: {sys.executable} -m pytest {test}; everything: make test")
+    left = "" if compiled else f"torch.compile and torch.export too: make check NAME={name} ALL=1; "
+    print(f"checked in two dtypes; {left}every dtype: {sys.executable} -m pytest {test}; everything: make test")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m templates.check", description=__doc__)
+    parser.add_argument("name", help="of an operator or a family")
+    parser.add_argument("--all", action="store_true", help="also what torch.compile and torch.export make of it")
+    given = parser.parse_args()
     os.chdir(ROOT)
-    main(sys.argv[1])
+    main(given.name, given.all)

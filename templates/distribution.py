@@ -39,6 +39,8 @@ class Rename(Extension):
         if name == "Makefile":  # The target that made the distribution.
             source = re.sub(r"(?m)(^# .*\n)+new-distribution:.*\n(\t.*\n)+\n", "", source)
             source = source.replace(" new-distribution", "")
+        if name == "LICENSE":  # It keeps the notice of what it is made of, next to its own.
+            return re.sub(r"(?m)^(Copyright .* the )\w+( developers)$", r"\g<0>\n\1~[ name ]~\2", source)
         for ours, theirs in NAMES.items():
             source = source.replace(ours, theirs)
         return source

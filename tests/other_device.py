@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import FLOATING, Case, Contract, clone, gradients, map_tensors, run, tensors
 from torch.utils import cpp_extension
 
 import extension_cpp
+from extension_cpp.testing import FLOATING, Case, Contract, clone, gradients, map_tensors, run, tensors
 
 HERE = Path(__file__).parent
 
@@ -103,7 +103,7 @@ def main() -> None:
     said = Counter(str(w.message) for w in caught if "PyTorch reference" in str(w.message))
     reason = "runs its slower PyTorch reference on other: extension_cpp has no kernel for this device type"
     assert said == {f"{op.name}: {reason}": 1 for op in found}, said
-    assert {by_kind["other"] for by_kind in extension_cpp.backends().values()} == {"reference"}
+    assert {by_type["other"] for by_type in extension_cpp.backends().values()} == {"reference"}
     print(f"{len(found)} operators")
 
 

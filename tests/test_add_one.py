@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Case, Contract, elementwise_samples, same_bits, significant_strides
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import available_memory, strided_tensor
 
 import extension_cpp
 from extension_cpp.ops import _backends
+from extension_cpp.testing import DEVICES, FLOATING, Case, Contract, elementwise_samples, same_bits, significant_strides
 
 
 def wrong_singles(op: str, device: str):

@@ -2,15 +2,16 @@
 
 import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
-from contract import DEVICES, Case, Contract, contracts
-from features import TORCH
 from torch import Tensor
 
-from extension_cpp.ops import _backends
-from extension_cpp.ops._operator import _implement, operator
+import extension_cpp
+from extension_cpp.ops import _backends, _operator
+from extension_cpp.ops._operator import operator
+from extension_cpp.testing import DEVICES, TORCH, Case, Contract, contracts
 
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
@@ -53,7 +54,7 @@ def define(
         differentiable=backward is not None if differentiable is None else differentiable,
     )(reference or (double_into if into else multiply if number else double))
     for key, function in (instead or {}).items():
-        _implement(name, function(declared.operator), key)
+        declared.operator.implement(name, function(declared.operator), key)
     if public is not None:
         public.operator = declared.operator
         declared = public
@@ -432,6 +433,30 @@ def test_a_failure_names_what_answers_it(fault, answer):
         getattr(contract, check)(**arguments(check, "cpu"))
 
 
+def test_a_namespace_of_its_own():
+    """An operator in one is told apart from this package's of the same name, and its errors say which is missing."""
+    with torch.library._scoped_library("fault_ops", "FRAGMENT") as library:
+        for name in ("fault_none", "unsigned"):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, double, "CPU")
+        before = _backends.operators["fault_none"]
+        function = operator(name="fault_ops::fault_none", signature="x: ... -> ...")(double)
+        try:
+            assert function(torch.ones(2)).tolist() == [2, 2] and _backends.operators["fault_none"] is before
+            assert extension_cpp.backends()["fault_ops::fault_none"]["cpu"] == "native"
+            with pytest.raises(RuntimeError, match=r"^fault_none: fault_ops::fault_none is declared already$"):
+                operator(name="fault_ops::fault_none")(double)
+            unsigned = operator(name="fault_ops::unsigned")(double).operator
+            with pytest.raises(RuntimeError, match=r"^unsigned: no signature of fault_ops::unsigned in .*_C.*so"):
+                _ = unsigned.signature
+        finally:
+            for name in ("fault_none", "unsigned"):
+                _backends.operators.pop(f"fault_ops::{name}", None)
+            _operator._libraries.cache_clear()
+    with pytest.raises(RuntimeError, match=r"^absent: no library that is loaded has a schema of fault_ops::absent: "):
+        operator(name="fault_ops::absent")(double)
+
+
 def test_differentiable_is_one_of_three():
     with pytest.raises(RuntimeError, match="fault_none: differentiable must be True, False or \"once\", got 'twice'"):
         operator(name="fault_none", differentiable="twice")(double)
@@ -460,4 +485,4 @@ def test_every_operator_has_a_contract():
         for name, operator in _backends.operators.items()
         if operator.reference.__module__.startswith("extension_cpp.ops.")
     }
-    assert sorted(ours) == sorted({contract.op.name for contract in contracts()} & ours)
+    assert sorted(ours) == sorted({contract.op.name for contract in contracts(Path(__file__).parent)} & ours)

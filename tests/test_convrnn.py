@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Case, Contract, gradients, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
 from extension_cpp.ops.convrnn import _convolved, convrnn_backward
+from extension_cpp.testing import DEVICES, FLOATING, Case, Contract, gradients, same_bits
 
 SIZES = [  # B, T, H, K
     (2, 3, 5, 3),

@@ -333,19 +333,19 @@ def test_not_a_file(environment, library):
     assert found["damaged"]["how"] == f"{environment.package / library}: it is not a regular file"
 
 
-@pytest.mark.parametrize("kind", ["machine", "macOS"])
-def test_package_of_another_platform(environment, kind):
+@pytest.mark.parametrize("platform", ["machine", "macOS"])
+def test_package_of_another_platform(environment, platform):
     library = environment.package / "_C.abi3.so"
     content = bytearray(library.read_bytes())
-    if kind == "machine":
+    if platform == "machine":
         content[18:20] = ARCHITECTURE.to_bytes(2, "little")
     else:
         content[:4] = b"\xcf\xfa\xed\xfe"
         environment.torch_to_look_at()
     library.write_bytes(content)
     found = environment.doctor()
-    assert list(found) == [*(["torch-fails"] if kind == "macOS" else []), "other-platform"]
-    built = f"Linux {OTHER_MACHINE}" if kind == "machine" else "Darwin"
+    assert list(found) == [*(["torch-fails"] if platform == "macOS" else []), "other-platform"]
+    built = f"Linux {OTHER_MACHINE}" if platform == "machine" else "Darwin"
     assert f"{library} is for {built}, this is Linux" in found["other-platform"]["how"]
 
 
@@ -507,7 +507,7 @@ def test_checkout_that_hides_the_package(environment, tmp_path):
     assert list(found) == ["shadowed"]
     assert found["shadowed"]["what"] == f"a source checkout hides the package in {environment.package}"
     assert found["shadowed"]["fix"] == f"cd / && {environment.prefix}/bin/python -m extension_cpp"
-    assert environment.said["facts"]["origin"]["kind"] == "source"
+    assert environment.said["facts"]["origin"]["method"] == "source"
 
 
 @pytest.mark.parametrize("installer", ["conda", "mamba", "rattler"])

@@ -114,15 +114,15 @@ def built_for(library: Path) -> list[str]:
 def test_architectures():
     """The machine code in _C_cuda is that of the architectures declared, of each in every kernel file; so is the PTX."""
     declared = built_for(C_CUDA)
-    for kind, option, wanted in (
+    for code, option, wanted in (
         ("machine code", "-lelf", declared),
         ("PTX", "-lptx", [name for name in declared if name.endswith("+PTX")]),
     ):
         found = Counter(re.findall(r"\.sm_(\d+[af]?)\.", cuobjdump(option, C_CUDA)))
         names = {name.removesuffix("+PTX").replace(".", "") for name in wanted}
-        assert not names - set(found), f"{kind} is missing for architecture {sorted(names - set(found))}"
-        assert not set(found) - names, f"{kind} is there for architecture {sorted(set(found) - names)}, not declared"
-        assert len(set(found.values())) == 1, f"not every file has {kind} for every architecture: {dict(found)}"
+        assert not names - set(found), f"{code} is missing for architecture {sorted(names - set(found))}"
+        assert not set(found) - names, f"{code} is there for architecture {sorted(set(found) - names)}, not declared"
+        assert len(set(found.values())) == 1, f"not every file has {code} for every architecture: {dict(found)}"
 
 
 @pytest.mark.skipif(not C_CUDA.exists(), reason="built for CPU only")
@@ -134,7 +134,7 @@ def test_ptx_of_the_newest():
 def triton_on_cuda() -> set[str]:
     """The operators of families without a .cu file, of which Triton makes the CUDA kernels."""
     sources = [path for path in jit.source_folder().glob("*.cpp") if not path.with_suffix(".cu").exists()]
-    return {name for path in sources for name in re.findall(r'm\.def\(\s*"(\w+)', path.read_text())}
+    return {name for path in sources for name in re.findall(r'Operator \w+\(\s*"(\w+)\(', path.read_text())}
 
 
 def overloads() -> list[str]:

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from contract import DEVICES, FLOATING, Case, Contract, guarded, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
+from extension_cpp.testing import DEVICES, FLOATING, Case, Contract, guarded, same_bits
 
 SHAPES = [
     (5, 4, 3),

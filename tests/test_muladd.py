@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.compiler.config
-from contract import (
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import available_memory, strided_tensor
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp.ops import _backends, muladd
+from extension_cpp.ops._operator import reference_of
+from extension_cpp.testing import (
     DEVICES,
     FLOATING,
     Case,
@@ -18,14 +26,6 @@ from contract import (
     same_bits,
     significant_strides,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import available_memory, strided_tensor
-from torch import Tensor
-
-import extension_cpp
-from extension_cpp.ops import _backends, muladd
-from extension_cpp.ops._operator import reference_of
 
 SHAPES = [
     ((7,), (7,)),

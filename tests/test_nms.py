@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from contract import DEVICES, Case, Contract
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
+from extension_cpp.testing import DEVICES, Case, Contract
 
 try:
     import torchvision
@@ -289,8 +289,8 @@ class TestAgainstTheDefinition:
         assert len(nms_reference(shifted, scores, 0.5)) == 6
         assert extension_cpp.batched_nms(boxes, scores, idxs, 0.5).tolist() == [5, 4, 3]
 
-    @pytest.mark.parametrize("kind", ["equal", "chain", "nested", "below zero"])
-    def test_worst_cases(self, device, kind):
+    @pytest.mark.parametrize("case", ["equal", "chain", "nested", "below zero"])
+    def test_worst_cases(self, device, case):
         """For a method that prunes. bench_nms.py has the times of such cases."""
         n = 20_000
         step = torch.arange(n, device=device, dtype=torch.float32)[:, None]
@@ -300,9 +300,9 @@ class TestAgainstTheDefinition:
             "chain": (unit + step * unit.new_tensor([1, 0, 1, 0]), list(range(n - 1, -1, -2))),
             "nested": (unit.new_tensor([0, 0, 1, 1]) * (1 + step * 1e-4), None),
             "below zero": (unit + 10 * step, [n - 1]),
-        }[kind]
+        }[case]
         scores = torch.arange(n, device=device).float()
-        iou_threshold = -0.5 if kind == "below zero" else 0.5
+        iou_threshold = -0.5 if case == "below zero" else 0.5
         got = extension_cpp.nms(boxes, scores, iou_threshold).tolist()
         assert got == (plain_nms(boxes, scores, iou_threshold) if want is None else want)
 

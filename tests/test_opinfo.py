@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.config
-from contract import DEVICES, Args, Case, Contract, contracts, map_tensors, of_tensors, ramp, tensors, variants
 from test_contract import (
     Keeping,
     asks_for_a_value,
@@ -25,7 +25,20 @@ from test_contract import (
 )
 from torch import Tensor
 
-CONTRACTS = {contract.op.name: contract for contract in contracts()}
+from extension_cpp.testing import (
+    DEVICES,
+    Args,
+    Case,
+    Contract,
+    contracts,
+    map_tensors,
+    of_tensors,
+    ramp,
+    tensors,
+    variants,
+)
+
+CONTRACTS = {contract.op.name: contract for contract in contracts(Path(__file__).parent)}
 PEERS = ["mul", "mm"]
 each_operator = pytest.mark.parametrize(("device", "name"), [*product(DEVICES, [*PEERS, *CONTRACTS])])
 TRANSFORMS = ("vjp", "jvp", "vmap")

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import Args, Case, clone, compare, contracts, describe, map_tensors, ramp, run, tensors
 from torch import Tensor
 
 from extension_cpp.ops import _sharding
 from extension_cpp.ops._operator import operator
+from extension_cpp.testing import Args, Case, clone, compare, contracts, describe, map_tensors, ramp, run, tensors
 
+HERE = Path(__file__).parent
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 SCHEMAS = {
     "sharded_product": "(Tensor a, Tensor b) -> Tensor",
@@ -193,7 +194,7 @@ def work(rank: int, store: str) -> None:
     ops = declare_all()
     check_placements(ops, mesh)
     check_training(ops["sharded_product"], mesh)
-    for contract in contracts():
+    for contract in contracts(HERE):
         args = contract.smallest(contract.small_samples("cpu"))
         if contract.op.dynamic_size:
             with pytest.raises(
@@ -236,7 +237,7 @@ def test_two_processes(tmp_path):
             process.wait()
     said = "\n".join((tmp_path / rank).read_text() for rank in "01")
     assert [process.returncode for process in both] == [0, 0], said
-    for contract in contracts():
+    for contract in contracts(HERE):
         assert f"extension_cpp.{contract.op.name}.default" in said
 
 

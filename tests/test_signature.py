@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from contract import significant_strides
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from extension_cpp.ops import _backends, _signature
 from extension_cpp.ops._signature import Pattern, Signature, empty_elementwise, value
+from extension_cpp.testing import significant_strides
 
 OPERATORS = {
     name: operator
@@ -153,11 +153,11 @@ def shapes(draw, signature: Signature) -> list[tuple[int, ...]]:
     for at in draw(st.lists(st.integers(0, len(result) - 1), max_size=2)):
         shape = list(result[at])
         where = draw(st.integers(0, len(shape)))
-        kind = draw(st.sampled_from(["more", "fewer", "other"]))
-        if kind == "more":
+        change = draw(st.sampled_from(["more", "fewer", "other"]))
+        if change == "more":
             shape.insert(where, draw(SIZES))
         elif where < len(shape):
-            shape[where : where + 1] = [] if kind == "fewer" else [draw(SIZES)]
+            shape[where : where + 1] = [] if change == "fewer" else [draw(SIZES)]
         result[at] = tuple(shape)
     return result
 

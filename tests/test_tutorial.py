@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from contract import DEVICES
 from torch.library import opcheck
 
 import extension_cpp
+from extension_cpp.testing import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

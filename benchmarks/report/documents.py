@@ -42,12 +42,12 @@ def ours_cells(results: Results, ours: dict) -> tuple[str, str]:
 
 
 def chosen(results: Results) -> dict[tuple[str, str], list[dict]]:
-    """The cases of the README's table, by operator and kind: the end of the first curve, or the one case of a kind."""
-    kinds: dict[tuple[str, str], list[list[dict]]] = {}
+    """The cases of the README's table, by operator and workload: the end of the first curve, or the only case."""
+    workloads: dict[tuple[str, str], list[list[dict]]] = {}
     for case in results.cases(whole=True).values():
-        kinds.setdefault((case[0]["op"], case[0]["kind"]), []).append(case)
+        workloads.setdefault((case[0]["op"], case[0]["kind"]), []).append(case)
     picked = {}
-    for key, cases in kinds.items():
+    for key, cases in workloads.items():
         curve = [case for case in cases if "x" in case[0] and case[0]["dtype"] == cases[0][0]["dtype"]]
         if curve or len(cases) == 1:
             picked[key] = max(curve or cases, key=lambda case: case[0].get("x", 0))
@@ -65,7 +65,7 @@ def cells(results: Results, case: list[dict] | None) -> tuple[str, str]:
 
 
 def brief(found: list[Results]) -> str:
-    """A row an operator and kind, two columns a machine."""
+    """A row an operator and workload, two columns a machine."""
     machines = by_machine(found)
     rows: dict[tuple[str, str], dict[str, tuple[Results, list[dict]]]] = {}
     for results in found:
@@ -74,11 +74,11 @@ def brief(found: list[Results]) -> str:
     names = list(dict.fromkeys(op for op, _ in rows))
     headings = [heading for machine in machines for heading in (f"ours, {machine}", "best peer, times ours")]
     text = head("operator", "case", *headings)
-    for op, kind in sorted(rows, key=lambda key: names.index(key[0])):
-        here = rows[op, kind]
+    for op, workload in sorted(rows, key=lambda key: names.index(key[0])):
+        here = rows[op, workload]
         dtype = next(iter(here.values()))[1][0]["dtype"]
         of_machines = [cell for machine in machines for cell in cells(*here.get(machine, (found[0], None)))]
-        text += row(f"`{op}`", ", ".join(filter(None, (kind, dtype))), *of_machines)
+        text += row(f"`{op}`", ", ".join(filter(None, (workload, dtype))), *of_machines)
     return text
 
 

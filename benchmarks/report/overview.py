@@ -18,7 +18,7 @@ FEW_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)  # of an axis that is shorter
 
 
 def ratios(results: Results) -> dict[tuple[str, str], list[float]]:
-    """How many times longer than ours the best peer takes, by operator and kind."""
+    """How many times longer than ours the best peer takes, by operator and workload."""
     found: dict[tuple[str, str], list[float]] = {}
     for cell in results.cells():
         found.setdefault((cell["op"], cell["kind"]), []).append(cell["ratio"])
@@ -26,7 +26,7 @@ def ratios(results: Results) -> dict[tuple[str, str], list[float]]:
 
 
 def overview(found: list[Results]) -> bytes:
-    """A row an operator and kind, a dot a case: how many times longer than ours the best peer takes."""
+    """A row an operator and workload, a dot a case: how many times longer than ours the best peer takes."""
     machines: dict[str, dict[tuple[str, str], list[float]]] = {}
     for results in found:
         machines.setdefault(results.header["machine"], {}).update(ratios(results))
@@ -80,11 +80,13 @@ def draw_ratios(axes: Axes, keys: list, rows: dict) -> None:
 
 
 def label_rows(axes: Axes, keys: list) -> None:
-    """The operator once, its kinds below each other."""
+    """The operator once, its workloads below each other."""
     before = None
-    for y, (op, kind) in enumerate(keys):
+    for y, (op, workload) in enumerate(keys):
         place = axes.get_yaxis_transform()
         if op != before:
             axes.annotate(op, (0, y), (-2.28 * 72, 0), place, "offset points", weight="bold", va="center")
             before = op
-        axes.annotate(kind, (0, y), (-6, 0), place, "offset points", ha="right", va="center", color=COLOURS["faint"])
+        axes.annotate(
+            workload, (0, y), (-6, 0), place, "offset points", ha="right", va="center", color=COLOURS["faint"]
+        )

@@ -89,14 +89,14 @@ def colours(contenders: Iterable[str]) -> dict[str, str]:
     others = iter(OTHERS * 3)
     chosen = {}
     for name in contenders:
-        kind = "ours" if name == OURS else "compiled" if name.startswith("compiled") else ""
-        kind = "graph" if name.endswith("graph") else kind
-        chosen[name] = COLOURS[kind] if kind else next(others)
+        colour = "ours" if name == OURS else "compiled" if name.startswith("compiled") else ""
+        colour = "graph" if name.endswith("graph") else colour
+        chosen[name] = COLOURS[colour] if colour else next(others)
     return chosen
 
 
 def curves(results: Results, op: str) -> dict[tuple[str, str], Records]:
-    """The records of an operator's curves, by kind and dtype."""
+    """The records of an operator's curves, by workload and dtype."""
     found: dict[tuple[str, str], Records] = {}
     for record in results.records:
         if record["op"] == op and "x" in record:
@@ -206,13 +206,13 @@ def round_number(value: float, unit: str) -> str:
 
 
 def operator(found: list[Results], op: str) -> bytes:
-    """An operator's curves: a column a machine, a row a kind and dtype; with one machine alone, two columns of it."""
+    """An operator's curves: a column a machine, a row a workload and dtype; with one machine alone, two columns of it."""
     groups = [(results, panels) for results in found if (panels := curves(results, op))]
     names = dict.fromkeys(r["contender"] for _, panels in groups for records in panels.values() for r in records)
     hues = colours(names)
     keys = list(dict.fromkeys(key for _, panels in groups for key in panels))
-    kinds = list(dict.fromkeys(kind for kind, _ in keys))
-    keys.sort(key=lambda key: kinds.index(key[0]))
+    workloads = list(dict.fromkeys(workload for workload, _ in keys))
+    keys.sort(key=lambda key: workloads.index(key[0]))
     columns = max(2, len(groups))
     if len(groups) == 1:
         places = {(0, key): divmod(i, columns) for i, key in enumerate(keys)}

@@ -20,7 +20,12 @@
 
 namespace extension_cpp {
 
-std::vector<const Operator*>& registered();
+struct Registered {
+  std::string name;  // with its namespace
+  const Operator* op;
+};
+
+std::vector<Registered>& registered();
 
 // What went wrong in this library's registrations, a line for each file. Python asks for it once the library is loaded:
 // an exception from a static initialiser would end the process.
@@ -32,7 +37,8 @@ class Registration {
 #if defined(__CUDACC__)
       : kernels_(Library::Kind::IMPL, name_space, "CUDA", file, line) {
 #else
-      : schemas_(Library::Kind::FRAGMENT, name_space, nullptr, file, line),
+      : name_space_(name_space),
+        schemas_(Library::Kind::FRAGMENT, name_space, nullptr, file, line),
         kernels_(Library::Kind::IMPL, name_space, "CPU", file, line) {
 #endif
     try {
@@ -54,7 +60,7 @@ class Registration {
     } catch (const std::exception&) {  // The stable ABI says no more than that; Python finds out why.
       fail(op.name(), "PyTorch refuses the schema ", op.schema);
     }
-    registered().push_back(&op);
+    registered().push_back({name_space_ + "::" + op.name(), &op});
 #endif
     kernels_.impl(op.name(), kernel);
     kernels_.impl(overload.c_str(), kernel);
@@ -63,6 +69,7 @@ class Registration {
  private:
   using Library = torch::stable::detail::StableLibrary;
 #if !defined(__CUDACC__)
+  std::string name_space_;
   Library schemas_;
 #endif
   Library kernels_;

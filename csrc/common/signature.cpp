@@ -381,8 +381,8 @@ void Checks::check_overlap(const View& out, std::span<const View> views) const {
   }
 }
 
-std::vector<const Operator*>& registered() {
-  static std::vector<const Operator*> operators;
+std::vector<Registered>& registered() {
+  static std::vector<Registered> operators;
   return operators;
 }
 
@@ -399,10 +399,10 @@ extern "C" __attribute__((visibility("default"))) const char* extension_cpp_regi
   return extension_cpp::registration_errors().c_str();
 }
 
-// The signature of an operator that this library registered, or null.
+// The signature of an operator that this library registered, by its name with its namespace; or null.
 extern "C" __attribute__((visibility("default"))) const char* extension_cpp_signature(const char* name) {
-  for (const extension_cpp::Operator* op : extension_cpp::registered()) {
-    if (std::strcmp(op->name(), name) == 0) return op->signature;
+  for (const extension_cpp::Registered& each : extension_cpp::registered()) {
+    if (each.name == name) return each.op->signature;
   }
   return nullptr;
 }

@@ -80,20 +80,20 @@ def libraries_are_whole(facts: Facts) -> Iterator[Finding]:
             what = f"{library.path.name} is for another platform"
             how = f"{library.path} is for {library.platform}, this is {facts.platform}"
             yield Finding("other-platform", what, how, install_package(facts, same=False))
-    if facts.library("_C") is None and facts.origin.kind != "just in time":
+    if facts.library("_C") is None and facts.origin.method != "just in time":
         what = "the package has no library _C: it was not compiled, or not all of it was copied"
         yield Finding("no-library", what, f"{facts.package} has no _C.*", install_package(facts))
     known = {library.path.name for library in facts.libraries if library.damage}
     changed = [words for words in facts.origin.altered if words.split()[0] not in known]
     if changed:
         what = "files of the package were changed since it was installed"
-        how = f"{', '.join(changed)} in {facts.package}, by the hashes of its {facts.origin.kind} record"
+        how = f"{', '.join(changed)} in {facts.package}, by the hashes of its {facts.origin.method} record"
         yield warning("altered", what, how, install_package(facts))
 
 
 def built_as(facts: Facts) -> str:
     """The variant that the package should be: CUDA if it has a CUDA library, however damaged."""
-    return "cuda" if facts.library("_C_cuda") and facts.origin.kind != "conda" else ""
+    return "cuda" if facts.library("_C_cuda") and facts.origin.method != "conda" else ""
 
 
 def one_copy(facts: Facts) -> Iterator[Finding]:

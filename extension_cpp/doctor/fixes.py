@@ -28,7 +28,7 @@ def conda(facts: Facts, *specs: str, again: bool = False) -> str:
     if facts.pixi:
         return f"pixi add --manifest-path {facts.pixi} {wanted}"
     tool = next((name for name in ("conda", "mamba", "micromamba") if shutil.which(name)), "conda")
-    ours = facts.origin.kind == "conda" and not facts.origin.source.endswith("conda-forge")
+    ours = facts.origin.method == "conda" and not facts.origin.source.endswith("conda-forge")
     channel = f"-c {facts.origin.source} " if ours else ""
     option = "--force-reinstall " if again else ""
     return f"{tool} install -p {facts.prefix} {channel}-c conda-forge {option}{wanted}"
@@ -54,16 +54,16 @@ def install_torch(
 def install_package(facts: Facts, build: str = "", same: bool = True, **variables: str) -> str:
     """The package again, in the variant `build` if given; compiled here if it must not be the `same`, or with variables."""
     origin = facts.origin
-    if origin.kind == "conda" and not variables:
+    if origin.method == "conda" and not variables:
         return conda(facts, f"{NAME}=*={build}*") if build else conda(facts, f"{NAME}={facts.version}", again=True)
     if build.startswith("cuda"):
         variables["USE_CUDA"] = "1"
     settings = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
-    if origin.kind == "source":
+    if origin.method == "source":
         return f"cd {origin.source} && {settings}{pip('install --no-build-isolation --no-deps -e .')}"
     if origin.source and same and not settings:
         return pip(f"install --force-reinstall --no-deps {origin.source}")
-    if facts.conda and origin.kind == "unknown" and not settings:
+    if facts.conda and origin.method == "unknown" and not settings:
         return conda(facts, NAME, again=True)
     return f"in a checkout of {NAME} {facts.version}: {settings}{pip('install --force-reinstall --no-deps .')}"
 
@@ -92,7 +92,7 @@ def unhide(facts: Facts) -> str:
         return "unset PYTHONPATH"
     if folder == Path.cwd():
         return f"cd / && {shlex.quote(sys.executable)} -m {NAME}"
-    return pip(f"uninstall {NAME}") if facts.origin.kind == "wheel" else f"mv {facts.package} {facts.package}.off"
+    return pip(f"uninstall {NAME}") if facts.origin.method == "wheel" else f"mv {facts.package} {facts.package}.off"
 
 
 def remove(file: Path, facts: Facts) -> str:

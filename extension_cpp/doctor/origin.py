@@ -23,8 +23,8 @@ NAME = "extension_cpp"
 class Origin:
     """Where the package came from."""
 
-    kind: str
-    """conda, wheel, source, just in time, or unknown."""
+    method: str
+    """Of installation: conda, wheel, source, just in time, or unknown."""
     text: str
     source: str = ""
     """The channel, URL or checkout to install it from again."""

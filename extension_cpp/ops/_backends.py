@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from extension_cpp import _loader
 
+NAMESPACE = "extension_cpp"
+"""Of an operator whose declaration names none."""
 BACKENDS = ("native", "triton", "reference")
 VARIABLE = "EXTENSION_CPP_BACKEND"
 
@@ -31,7 +33,7 @@ interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 """Whether Triton's kernels run in its interpreter, on tensors of the CPU too."""
 
 operators: dict[str, Any] = {}
-"""Every operator that was declared (_operator.Operator), by name."""
+"""Every operator that was declared (_operator.Operator), by name; that of one in another namespace has it in front."""
 _making = threading.RLock()
 _overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
 """What a call leads to, by backend. One dictionary each, so that torch.compile looks at Triton's only once it is filled."""
@@ -45,8 +47,9 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
 
     Returns:
         Operator name to device type to "native" (compiled C++ or CUDA), "triton" or "reference" (plain PyTorch), as it was
-        settled at import; :class:`use_backend` changes nothing here. A type of device is missing where the environment
-        variable EXTENSION_CPP_BACKEND asks for a backend that the operator doesn't have there.
+        settled at import; :class:`use_backend` changes nothing here. The name of an operator in another namespace has it in
+        front, as in "my_ops::scale". A type of device is missing where the environment variable EXTENSION_CPP_BACKEND asks
+        for a backend that the operator doesn't have there.
 
     Initialises no device.
 
@@ -57,22 +60,22 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     there = ["cpu", "cuda", *([accelerator.type] if accelerator else []), *device_types]
     return {
-        name: {device: backend for device in dict.fromkeys(there) if (backend := used(name, device))}
+        name: {device: backend for device in dict.fromkeys(there) if (backend := used(operator, device))}
         for name, operator in sorted(operators.items())
         if operator.public
     }
 
 
-def implementations(name: str, device_type: str) -> list[str]:
+def implementations(operator: Any, device_type: str) -> list[str]:
     """The backends that an operator has on a type of device, best first."""
-    found = ["native"] if device_type in operators[name].native else []
-    found += ["triton"] if operators[name].triton and device_type in _triton_devices() else []
+    found = ["native"] if device_type in operator.native else []
+    found += ["triton"] if operator.triton and device_type in _triton_devices() else []
     return [*found, "reference"]
 
 
-def used(name: str, device_type: str) -> str | None:
+def used(operator: Any, device_type: str) -> str | None:
     """The backend that a call leads to unless told otherwise; None where the environment wants one that isn't there."""
-    found = implementations(name, device_type)
+    found = implementations(operator, device_type)
     return found[0] if not chosen else chosen if chosen in found else None
 
 
@@ -94,20 +97,25 @@ def device_type(args: Iterable[Any]) -> str:
     return next((arg.device.type for arg in args if isinstance(arg, Tensor)), "")
 
 
+def why_not_loaded(operator: Any, device_type: str) -> str | None:
+    """Why the library is missing that has an operator's kernels, where it is one of this package."""
+    return _loader.load_errors.get(f"_C_{device_type}") if operator.namespace == NAMESPACE else None
+
+
 def fail(op: str, message: str) -> NoReturn:
     raise RuntimeError(f"{op}: {message}")
 
 
-def require(name: str, backend: str, args: Iterable[Any]) -> None:
+def require(operator: Any, backend: str, args: Iterable[Any]) -> None:
     """Raise unless the operator has that backend where the arguments are."""
     device = device_type(args)
-    found = implementations(name, device)
+    found = implementations(operator, device)
     if backend not in found and device not in ("", "meta"):
-        reason = _loader.load_errors.get(f"_C_{device}") if backend == "native" else ""
-        if backend == "triton" and operators[name].triton:
+        reason = why_not_loaded(operator, device) if backend == "native" else ""
+        if backend == "triton" and operator.triton:
             reason = why_no_triton()
         wanted = f"backend must be {' or '.join(found)} on {device}, got {backend}"
-        fail(name, f"{wanted}{f': {reason}' if reason else ''}")
+        fail(operator.name, f"{wanted}{f': {reason}' if reason else ''}")
 
 
 def add(operator: Any) -> None:
@@ -115,11 +123,13 @@ def add(operator: Any) -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     found = [device for device in ("cpu", "cuda") if has(operator.qualified, device.upper())]
     operator.native = found
-    name = operator.name
+    name = operator.qualified.removeprefix(f"{NAMESPACE}::")
+    if name in operators:
+        fail(operator.name, f"{operator.qualified} is declared already")
     operators[name] = operator
 
     def no_triton(*args: Any, **kwargs: Any) -> Any:
-        require(name, "triton", (*args, *kwargs.values()))
+        require(operator, "triton", (*args, *kwargs.values()))
 
     _lead_to(operator, "triton", no_triton)
 
@@ -198,19 +208,19 @@ class use_backend(TorchFunctionMode):
 _warned: set[tuple[str, str]] = set()
 
 
-def warn_once(op: str, device_type: str, backend: str) -> None:
+def warn_once(operator: Any, device_type: str, backend: str) -> None:
     """Once a process where a whole library isn't used; once an operator where a device type has no library."""
-    reason = _loader.load_errors.get(f"_C_{device_type}")
+    op, reason = operator.name, why_not_loaded(operator, device_type)
     if reason is None and backend == "triton":
         return  # It was never meant to be another.
-    key = ("" if reason else op, device_type)
+    key = ("" if reason else operator.qualified, device_type)
     if key in _warned:
         return
     _warned.add(key)
     if reason is None:
         said = f"{op}: runs its slower PyTorch reference on {device_type}"
-        reason = "extension_cpp has no kernel for this device type"
-        if operators[op].triton and device_type == "cuda":
+        reason = f"{operator.namespace} has no kernel for this device type"
+        if operator.triton and device_type == "cuda":
             reason = why_no_triton()
     elif backend == "triton":
         others = "as do all other operators that can; those that can't run their slower PyTorch reference"

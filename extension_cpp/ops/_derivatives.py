@@ -63,18 +63,18 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
 
     def transformed(*args: Any) -> Any:
         """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
-        kinds = {interpreter.key() for interpreter in get_interpreter_stack()}
+        transforms = {interpreter.key() for interpreter in get_interpreter_stack()}
         try:
             top: Any = peek_interpreter_stack()
-            known = not operator.written and kinds <= {TransformType.Vmap, TransformType.Grad}
+            known = not operator.written and transforms <= {TransformType.Vmap, TransformType.Grad}
             if top.key() == TransformType.Vmap and (known or _has_users_vmap(operator)):
                 return _batched(operator, overload, backend, VmapInterpreter(top), args)
             by_reference = operator.differentiable and operator.backward is None
-            if not known or (by_reference and TransformType.Grad in kinds):
+            if not known or (by_reference and TransformType.Grad in transforms):
                 return operator.checked(*args)
             return derivative().apply(*operator.all_arguments(args))
         except RuntimeError as error:
-            if TransformType.Vmap not in kinds or type(error) is not RuntimeError:
+            if TransformType.Vmap not in transforms or type(error) is not RuntimeError:
                 raise
             if str(error).startswith(f"{operator.name}: "):
                 raise
@@ -133,11 +133,11 @@ def make_negative(operator: Any, overload: Any) -> Callable:
 
 def make_autocast(operator: Any, overload: Any, device: str) -> Callable:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
-    kind = device.lower()
+    device_type = device.lower()
 
     def autocast(*args: Any) -> Any:
-        floating = [a for a in args if isinstance(a, Tensor) and a.is_floating_point() and a.device.type == kind]
-        dtype = torch.float32 if operator.declared.autocast == "float32" else torch.get_autocast_dtype(kind)
+        floating = [a for a in args if isinstance(a, Tensor) and a.is_floating_point() and a.device.type == device_type]
+        dtype = torch.float32 if operator.declared.autocast == "float32" else torch.get_autocast_dtype(device_type)
         if operator.declared.autocast == "promote":
             for t in floating:
                 dtype = torch.promote_types(dtype, t.dtype) if t is not floating[0] else t.dtype

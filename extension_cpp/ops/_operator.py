@@ -45,19 +45,21 @@ from torch.nn import Parameter
 
 from extension_cpp import _loader
 from extension_cpp.ops import _backends, _derivatives, _sharding
-from extension_cpp.ops._backends import fail
+from extension_cpp.ops._backends import NAMESPACE, fail
 from extension_cpp.ops._later import when_imported
 
 if TYPE_CHECKING:  # It is read once a signature is asked for, which no import does.
     from extension_cpp.ops._signature import Signature
 
-NAMESPACE = "extension_cpp"
 F = TypeVar("F", bound=Callable[..., Any])
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-# Overloads with arguments of other types. It goes first at exit: once one of two overloads with the same arguments is gone,
-# PyTorch can't remove one with others.
-_other_types = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+@cache
+def _libraries(namespace: str) -> tuple[torch.library.Library, torch.library.Library]:
+    """What is registered from Python, and overloads with arguments of other types. PyTorch lets go of the second first: once
+    one of two overloads with the same arguments is gone, it can't remove one with others.
+    """
+    return torch.library.Library(namespace, "FRAGMENT"), torch.library.Library(namespace, "FRAGMENT")
 
 
 _HELPERS = {
@@ -81,7 +83,7 @@ _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
 
 @dataclass(frozen=True, kw_only=True)
 class operator:
-    """Declares the operator of a function's name, whose schema, signature and kernels the libraries have registered.
+    """Declares the operator of a function's name, whose schema, signature and kernels a library has registered.
 
     The function is its reference: the operator in plain PyTorch, right for arguments that pass the checks. It is compared
     with the kernels, it is used where there is none, and the derivatives in forward mode are its own. What is returned is
@@ -119,16 +121,17 @@ class operator:
     """What torch.compile's Inductor fuses with the operators around it, in place of a call of the kernel, for float32 and
     float64: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the reference.
     On CUDA Inductor contracts a product with a sum after it, of this operator or the next."""
-    triton: bool = False
-    """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name."""
+    triton: bool | str = False
+    """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of the module that has it."""
     public: bool = True
     """False for what only derivatives call."""
     fake: Callable | None = None
     """A fake kernel of its own, in place of that of the signature."""
     signature: str = ""
-    """Of an operator that no library of this package has."""
+    """Of an operator that no library has."""
     name: str = ""
-    """Of the operator, where the function has another."""
+    """Of the operator, where the function has another, or where it is in a namespace of its own, as torch.library has it:
+    "my_ops::scale"."""
 
     def __call__(self, reference: F) -> F:
         return Operator(reference, self).function
@@ -138,15 +141,21 @@ class Operator:
     """What was declared of an operator, and what is made of it."""
 
     def __init__(self, reference: Callable, declared: operator) -> None:
-        self.name = declared.name or reference.__name__
+        namespace, _, self.name = (declared.name or reference.__name__).rpartition("::")
+        self.namespace = namespace or NAMESPACE
         self.stem = reference.__module__.rpartition(".")[2]
         self.reference, self.declared = reference, declared
-        self.backward, self.triton, self.public = declared.backward, declared.triton, declared.public
+        self.backward, self.triton, self.public = declared.backward, bool(declared.triton), declared.public
         self.native: list[str] = []
         self.made: set[str] = set()
         self.triton_function: Callable | None = None
-        self.qualified = f"{NAMESPACE}::{self.name}"
-        self.packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
+        self.qualified = f"{self.namespace}::{self.name}"
+        self.library, self.other_types = _libraries(self.namespace)
+        try:
+            self.packet = getattr(getattr(torch.ops, self.namespace), self.name)
+        except AttributeError:
+            how = "compile and load the C++ that has it, or correct the name there or here"
+            fail(self.name, f"no library that is loaded has a schema of {self.qualified}: {how}")
         self.default = self.packet.default
         # An operator that Python defines has none.
         self.kernel: Any = self.packet.kernel._handle if "kernel" in self.packet.overloads() else None
@@ -161,8 +170,8 @@ class Operator:
         if declared.differentiable not in (True, False, "once"):
             fail(self.name, f'differentiable must be True, False or "once", got {declared.differentiable!r}')
         self.differentiable = bool(declared.differentiable) and not self.written
-        # torch.library._impls has every registration made in Python. Those made here are taken out (_implement).
-        passed = frozenset(f"{NAMESPACE}/{self.name}/{key}" for key in _PASSED)
+        # torch.library._impls has every registration made in Python. Those made here are taken out (`implement`).
+        passed = frozenset(f"{self.namespace}/{self.name}/{key}" for key in _PASSED)
         torch.library._impls.difference_update(passed)
         self.is_ours = passed.isdisjoint
         self._refuse_tensors_for_numbers(self.packet, self.default)
@@ -189,10 +198,12 @@ class Operator:
 
         if self.declared.signature:
             return Signature.read(self.declared.signature, self.schema)
-        for library in _loader.libraries.values():
-            if line := _ask(library)(self.name.encode()):
+        # This package's, which are Python modules too, and those that extension_cpp.jit and torch.ops.load_library loaded.
+        libraries = dict.fromkeys(map(str, [*_loader.libraries.values(), *torch.ops.loaded_libraries]))
+        for library in libraries:
+            if line := _ask(library)(self.qualified.encode()):
                 return Signature.read(line.decode(), self.schema)
-        fail(self.name, f"no signature of it in {', '.join(map(str, _loader.libraries.values())) or 'any library'}")
+        fail(self.name, f"no signature of {self.qualified} in {', '.join(libraries) or 'any library'}")
 
     def fake(self, *args: Any) -> Any:
         """The results of a call without their values; raises what the kernels raise."""
@@ -210,7 +221,7 @@ class Operator:
     def _is_replaced(self, device: str) -> bool:
         """Whether a call leads to another kernel than those that have the bits of `fused`."""
         backends = ("native",) if device == "cpu" else ("native", "triton")
-        return _backends.used(self.name, device) not in backends or not self.uses_only_ours()
+        return _backends.used(self, device) not in backends or not self.uses_only_ours()
 
     def _is_fused(self, *args: Any) -> bool:
         """Whether Inductor takes `fused` in place of a call: not in float16 and bfloat16, which it doesn't round between
@@ -272,7 +283,7 @@ class Operator:
         parameters, arguments, plain, grads = [], [], [], []
         defaults: dict[str, Any] = {}
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
-            kind = str(argument.type)
+            type_name = str(argument.type)
             if name in self.declared.filled:
                 arguments.append(f"_fill_{name}({self.names[0]})")
                 defaults[f"_fill_{name}"] = self.declared.filled[name]
@@ -282,14 +293,14 @@ class Operator:
                 defaults[f"_default_{name}"] = self.defaults[i]
             arguments.append(name)
             if i in self.tensors:
-                if "Optional" in kind:
+                if "Optional" in type_name:
                     plain.append(f"({name} is None or type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name} is not None and {name}.requires_grad")
                 else:
                     plain.append(f"(type({name}) is _Tensor or type({name}) is _Parameter)")
                     grads.append(f"{name}.requires_grad")
-            elif kind in _NUMBERS:  # A tensor in place of a number might need a gradient.
-                plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[kind])})")
+            elif type_name in _NUMBERS:  # A tensor in place of a number might need a gradient.
+                plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         users = ["not _is_ours(_impls)", "len(_modules) + len(_loaded) != _unchanged[0]"]  # As uses_only_ours has them.
         ways = ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
@@ -428,29 +439,38 @@ class Operator:
                     error.args = (f"{self.name}: the size of the result depends on values, {why}",)
                 raise
             if backend is not None:
-                _backends.require(self.name, backend, args)
+                _backends.require(self, backend, args)
             return result
 
-        torch.library.register_fake(name, fake, lib=_library)
+        torch.library.register_fake(name, fake, lib=self.library)
         self._refuse_tensors_for_numbers(overload, overload)
         overload._tags = _Tags(self)
         name = name.partition("::")[2]
         if self.written:
-            _implement(name, torch.library.fallthrough_kernel, "Autograd")
+            self.implement(name, torch.library.fallthrough_kernel, "Autograd")
             if backend != "triton":  # There torch.library does it.
-                _implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
-            _library.impl(name, _derivatives.make_negative(self, overload), "Negative")
+                self.implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
+            self.library.impl(name, _derivatives.make_negative(self, overload), "Negative")
         elif self.differentiable:
-            _implement(name, _derivatives.make_autograd(self, overload, backend), "Autograd", with_keyset=True)
+            self.implement(name, _derivatives.make_autograd(self, overload, backend), "Autograd", with_keyset=True)
         else:
-            _implement(name, torch.library.fallthrough_kernel, "Autograd")
-        _library.impl(name, _derivatives.make_transformed(self, overload, backend), "FuncTorchDynamicLayerFrontMode")
+            self.implement(name, torch.library.fallthrough_kernel, "Autograd")
+        self.library.impl(
+            name, _derivatives.make_transformed(self, overload, backend), "FuncTorchDynamicLayerFrontMode"
+        )
         if self.declared.autocast:
             for device in ("CPU", "CUDA"):
                 autocast = _derivatives.make_autocast(self, overload, device)
-                _implement(name, autocast, f"Autocast{device}")
+                self.implement(name, autocast, f"Autocast{device}")
                 # torch.library.register_autocast replaces this one, and fails where it is missing.
                 overload.py_impl(getattr(torch._C.DispatchKey, f"Autocast{device}"))(autocast)
+
+    def implement(self, name: str, kernel: Any, key: str, *, with_keyset: bool = False) -> None:
+        """Register a kernel of an overload, in place of what is registered there, if anything is."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            self.library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+        torch.library._impls.discard(f"{self.namespace}/{name}/{key}")  # What is found there later is a user's.
 
     def _choose_kernels(self) -> None:
         """Let the operator lead to what is used on each type of device."""
@@ -458,14 +478,14 @@ class Operator:
 
         def fallback(*args: Any) -> Any:
             """On types of device that have no kernel of their own here."""
-            _backends.require(name, _backends.chosen or "reference", args)
+            _backends.require(self, _backends.chosen or "reference", args)
             if not _backends.chosen and (device := _backends.device_type(args)):
-                _backends.warn_once(name, device, "reference")
+                _backends.warn_once(self, device, "reference")
             return self.checked(*args)
 
         def triton(*args: Any) -> Any:
             if not _backends.chosen:
-                _backends.warn_once(name, "cuda", "triton")
+                _backends.warn_once(self, "cuda", "triton")
             if self.triton_function is None:
                 _backends.make(self, "triton")
             return self.triton_function(*args)  # type: ignore[misc]
@@ -478,7 +498,7 @@ class Operator:
                     increment_version(args[i])
             return result
 
-        _library.impl(name, fallback, "CompositeExplicitAutograd")
+        self.library.impl(name, fallback, "CompositeExplicitAutograd")
         # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
         # that torch.func made and is done with, which may need a gradient behind what it says of itself.
         for key in (
@@ -490,20 +510,20 @@ class Operator:
             *["Negative"] * bool(self.written),
         ):
             if self.kernel is not None:
-                _library.impl(f"{name}.kernel", self.default, key)
+                self.library.impl(f"{name}.kernel", self.default, key)
                 self.packet.kernel._tags = self.default._tags
         by_triton = False
         for device in ("cpu", "cuda"):
-            backend, there = _backends.used(name, device), device in self.native
+            backend, there = _backends.used(self, device), device in self.native
             by_triton |= backend == "triton"
             if backend == "native" or not (there or backend == "triton"):
                 continue
             if there:
                 self.replaced[device] = torch.library.get_kernel(self.qualified, device.upper())
             kernel = triton if backend == "triton" else fallback
-            _implement(name, kernel, device.upper())
+            self.implement(name, kernel, device.upper())
             if backend == "triton":
-                _implement(f"{name}.kernel", triton_without_autograd, device.upper())
+                self.implement(f"{name}.kernel", triton_without_autograd, device.upper())
         if by_triton and not _backends.interpreted:
             self._show_the_compiler(self.default)
 
@@ -539,14 +559,14 @@ class Operator:
         kernel = self._native_kernel if backend == "native" else self.checked
         if backend not in self.packet.overloads():  # as it is after an attempt that was interrupted
             schema = str(self.schema).partition("(")[2]
-            _library.define(f"{self.name}.{backend}({schema}")
-        _library.impl(f"{self.name}.{backend}", kernel, "CompositeExplicitAutograd")
+            self.library.define(f"{self.name}.{backend}({schema}")
+        self.library.impl(f"{self.name}.{backend}", kernel, "CompositeExplicitAutograd")
         overload = getattr(self.packet, backend)
         self._complete(overload, backend)
         return overload
 
     def _native_kernel(self, *args: Any) -> Any:
-        _backends.require(self.name, "native", args)
+        _backends.require(self, "native", args)
         device = _backends.device_type(args)
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
         kernel = self.replaced.get(device)
@@ -576,30 +596,35 @@ class Operator:
 
         entry = self.packet._op
         arguments = str(self.schema).partition("(")[2]
-        for name, pattern, kind in (
+        for name, pattern, replacement in (
             ("symbolic", r"float (\w+)", r"Scalar \1"),
             ("tensor", r"float (\w+)(=[^,)]*)?", r"Tensor \1"),
         ):
-            _other_types.define(f"{self.name}.{name}({re.sub(pattern, kind, arguments)}")
+            self.other_types.define(f"{self.name}.{name}({re.sub(pattern, replacement, arguments)}")
         self.packet._op = entry
         for overload in (self.packet.symbolic, self.packet.tensor):
-            _library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")
+            self.library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")
             self._complete(overload, None)
-        torch.library.register_torch_dispatch(f"{self.qualified}.symbolic", FunctionalTensorMode, rule, lib=_library)
+        torch.library.register_torch_dispatch(
+            f"{self.qualified}.symbolic", FunctionalTensorMode, rule, lib=self.library
+        )
         self.shown.add(f"{self.qualified}.symbolic")
         return self.packet.symbolic
 
     def _make_triton(self) -> Any:
-        """<op>.triton, of the kernel in extension_cpp/triton."""
-        module = importlib.import_module(f"{NAMESPACE}.triton.{self.stem}")
+        """<op>.triton, of the kernel in the module that the declaration names."""
+        named = self.declared.triton
+        module = importlib.import_module(named if isinstance(named, str) else f"extension_cpp.triton.{self.stem}")
         kernel = getattr(module, self.name)
+        if hasattr(kernel, "prepare"):  # A formula under @elementwise.
+            kernel.prepare(self)
 
         def function(*args: Any) -> Any:
             with _RecordFunctionFast(f"{self.qualified}.triton"):
                 return kernel(*args)
 
         def run(*args: Any) -> Any:
-            _backends.require(self.name, "triton", args)
+            _backends.require(self, "triton", args)
             return function(*args)
 
         run.__annotations__ = {k: v for k, v in self.reference.__annotations__.items()}
@@ -613,7 +638,7 @@ class Operator:
         if not _backends.interpreted:
             self._show_the_compiler(overload)
         # An eager call needs nothing of what triton_op does for the compiler, which takes it longer than the kernel.
-        _library.impl(f"{self.name}.triton", function, "CUDA")
+        self.library.impl(f"{self.name}.triton", function, "CUDA")
         self.triton_function = function
         return overload
 
@@ -638,7 +663,7 @@ class Operator:
                 custom_triton_ops_decomposition_disabled,
             )  # Which imports all of the compiler.
 
-            used = overload is not self.default or _backends.used(self.name, _backends.device_type(args)) == "triton"
+            used = overload is not self.default or _backends.used(self, _backends.device_type(args)) == "triton"
             symbolic = any(
                 is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
                 for arg in args
@@ -652,7 +677,7 @@ class Operator:
                 return self.triton_function(*args, **(kwargs or {}))  # type: ignore[misc]
 
         name = overload._name.removesuffix(".default")
-        torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_library)
+        torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=self.library)
         self.shown.add(name)
 
     def show_exporters(self) -> None:
@@ -668,7 +693,7 @@ class Operator:
         for overload in self.packet.overloads():
             name = f"{self.qualified}.{overload}".removesuffix(".default")
             if name not in self.shown:
-                torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=_library)
+                torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=self.library)
                 self.shown.add(name)
 
     def _is_decomposed(self, overload: Any) -> bool:
@@ -699,14 +724,6 @@ class _Tags(Sequence):
 
     def __getitem__(self, index: Any) -> Any:
         return (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)[: len(self)][index]
-
-
-def _implement(name: str, kernel: Any, key: str, *, with_keyset: bool = False) -> None:
-    """In place of what is registered there, if anything is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        _library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
-    torch.library._impls.discard(f"{NAMESPACE}/{name}/{key}")  # What is found there later is a user's.
 
 
 def _function_modes_matter() -> bool:

@@ -2,7 +2,7 @@
 
 The line stands next to the operator's schema in csrc/. The kernels check their arguments by it, with the same words
 (csrc/common/signature.cpp); here the fake kernels, the checks of references and all that is derived from shapes use it.
-docs/add-an-operator.md has the grammar.
+The guide to adding an operator has the grammar.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Signature:
                 continue
             first = first or argument.name
             given[argument.name] = t
-            self._check_kind(op, argument, t, first, given)
+            self._check_tensor(op, argument, t, first, given)
             bound = self._check_shape(op, argument, t, given, sizes, pack_of)
             pack_of = pack_of or bound
         if self.broadcasts:
@@ -225,7 +225,7 @@ class Signature:
         self._check_overlap(op, given)
         return sizes
 
-    def _check_kind(self, op: str, argument: Argument, t: Tensor, first: str, given: dict[str, Tensor]) -> None:
+    def _check_tensor(self, op: str, argument: Argument, t: Tensor, first: str, given: dict[str, Tensor]) -> None:
         """The dtype, the device, and the number of dimensions that kernels can have."""
         if argument.like:
             want = given[argument.like].dtype

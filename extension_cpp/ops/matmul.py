@@ -65,7 +65,7 @@ def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:
     ``torch.set_float32_matmul_precision("high")``. Factors are then rounded to 11 bits: :math:`\varepsilon = 2^{-10}`.
 
     A transposed view is as fast as a contiguous matrix. The bits of the result are the same on every run and for every
-    layout of `a` and `b`, on one kind of device.
+    layout of `a` and `b`, on one type of device.
 
     Differentiable any number of times, backward and forward, by the same operator: the gradients are :math:`g b^T` and
     :math:`a^T g`.

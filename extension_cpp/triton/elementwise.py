@@ -5,7 +5,7 @@
     def my_op(input, scalar_arg):
         return input * scalar_arg
 
-The formula has the operator's name and takes arguments of its schema, by their names: tensors in float32, or float64 for
+It has the operator's name, and the formula takes arguments of its schema, by their names: tensors in float32, or float64 for
 float64, and numbers in the same. Several results are a tuple.
 
 The kernel that is made of it is one loop over the result, in the order in which that lies in memory, with up to three
@@ -61,9 +61,8 @@ class Kernel:
         lines.append(f"    wide = widen({tensors[0]}_value)")
         # By its own name, under which Inductor writes down what a kernel calls.
         if name in re.findall(r"\w+", "\n".join(lines)) or hasattr(globals().get(name), "fn"):
-            _backends.fail(
-                name, "its kernel has another use for that name; give the formula one, and its operator in op="
-            )
+            how = "give the formula another, and call elementwise(formula) by the operator's"
+            _backends.fail(name, f"its kernel has another use for that name; {how}")
         lines.append(f"    {', '.join(values)} = {name}({', '.join(given[a] for a in formula.arg_names)})")
         lines += [f"    tl.store(out{i} + at, value{i}.to({tensors[0]}_value.dtype), inside)" for i in range(results)]
         source = "\n".join(lines) + "\n"
@@ -175,13 +174,12 @@ def fold(out: Tensor, inputs: Sequence[Tensor]) -> list[tuple[int, list[int]]]:
 class elementwise:
     """What <op>.triton runs: the kernel of the formula whose tensors are given, of several for optional arguments."""
 
-    def __init__(self, *formulas: Any, op: str = "") -> None:
+    def __init__(self, *formulas: Any) -> None:
         self.formulas = formulas
-        self.name = op or formulas[0].fn.__name__
-        self.kernels: list[Kernel] = []
 
-    def prepare(self) -> None:
-        operator = self.operator = _backends.operators[self.name]
+    def prepare(self, operator: Any) -> None:
+        """Make the kernels, for the operator that was declared."""
+        self.operator = operator
         at = {name: i for i, name in enumerate(operator.names)}
         kernels = []
         for formula in sorted(self.formulas, key=lambda formula: -len(formula.arg_names)):
@@ -193,8 +191,6 @@ class elementwise:
         self.kernels = kernels
 
     def __call__(self, *args: Any) -> Any:
-        if not self.kernels:
-            self.prepare()
         operator = self.operator
         if len(args) < len(operator.names):
             args = operator.all_arguments(args)

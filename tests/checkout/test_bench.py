@@ -185,7 +185,7 @@ class TestHarness:
         def nothing():
             raise harness.Unavailable("no dist/conda: make package")
 
-        lacking = Case("op", "cpu", {OURS: nothing}, kind="size", timer=harness.reported, rounds=1)
+        lacking = Case("op", "cpu", {OURS: nothing}, workload="size", timer=harness.reported, rounds=1)
         monkeypatch.setattr(command, "cases", lambda family, device: iter([lacking]))
         assert command.main(["--op", "package", "--device", "cpu", "--commit", "x"]) == 0
         assert "not measured: op: size: no dist/conda: make package" in capsys.readouterr().out
@@ -327,7 +327,7 @@ class TestLimits:
         (tmp_path / "loop.cpp").write_text(limits.LOOP)
         command = ["c++", "-O3", *limits.FLAGS, "-march=haswell", "-S", "-o", "-", "loop.cpp"]
         code = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-        assert [len(re.findall(rf"\tvfmadd\w+p{kind}\t", code)) for kind in "sd"] == [12, 12]
+        assert [len(re.findall(rf"\tvfmadd\w+p{precision}\t", code)) for precision in "sd"] == [12, 12]
 
     def test_the_fastest_is_the_limit(self, monkeypatch):
         rates = {"float32": 4.0, "bfloat16": 0.0, "float64": 2.0}

@@ -154,7 +154,7 @@ def test_cuda_architectures_and_wheels(cuda):
     done = build(cuda, "bdist_wheel", "--dist-dir", "cuda", **FOR_CUDA)
     assert "ninja: no work to do." in done.stdout, done.stdout + done.stderr
     assert build(cuda, "bdist_wheel", "--dist-dir", "cpu", USE_CUDA="0").returncode == 0
-    (for_cuda,), (cpu,) = (sorted((cuda / kind).iterdir()) for kind in ("cuda", "cpu"))
+    (for_cuda,), (cpu,) = (sorted((cuda / variant).iterdir()) for variant in ("cuda", "cpu"))
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert for_cuda.name == cpu.name == f"extension_cpp-{extension_cpp.__version__}-cp310-abi3-{platform}.whl"
     names = {wheel: {Path(n).name for n in zipfile.ZipFile(wheel).namelist()} for wheel in (for_cuda, cpu)}

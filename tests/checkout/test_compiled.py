@@ -69,31 +69,26 @@ def test_two_definitions_are_seen(objects, tmp_path):
 
 
 EVERY_OPERATOR = """
-import importlib, pathlib, re
+import pathlib
 import torch
-from contract import Contract, clone, map_tensors, run, tensors
+from extension_cpp.testing import clone, contracts, map_tensors, run, tensors
 from extension_cpp import _loader
 from extension_cpp.ops import _backends
 
 assert str(_loader.libraries["_C"]).startswith(str(pathlib.Path.cwd())), _loader.libraries
 called = set()
-for path in sorted(pathlib.Path("tests").glob("test_*.py")):
-    if path.name == "test_contract.py" or not re.search(r"^class \\w+\\(Contract\\)", path.read_text(), re.MULTILINE):
-        continue
-    for member in vars(importlib.import_module(path.stem)).values():
-        if not isinstance(member, type) or not issubclass(member, Contract) or member is Contract:
-            continue
-        contract, op = member(), member.op
-        for dtype in {torch.float16, torch.float32, torch.float64} & {*op.dtypes}:
-            for args in op.samples("cpu", dtype):
-                if sum(t.numel() for t in tensors(args)) > 300:
-                    continue
-                run(op, op.function, map_tensors(clone, args))
-                if op.differentiable:
-                    leaves = contract.with_gradients(args)
-                    results = [t for t in tensors(op.function(*leaves)) if t.requires_grad]
-                    torch.autograd.backward(results, [torch.ones_like(t) for t in results])
-        called.add(op.name)
+for contract in contracts(pathlib.Path("tests")):
+    op = contract.op
+    for dtype in {torch.float16, torch.float32, torch.float64} & {*op.dtypes}:
+        for args in op.samples("cpu", dtype):
+            if sum(t.numel() for t in tensors(args)) > 300:
+                continue
+            run(op, op.function, map_tensors(clone, args))
+            if op.differentiable:
+                leaves = contract.with_gradients(args)
+                results = [t for t in tensors(op.function(*leaves)) if t.requires_grad]
+                torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+    called.add(op.name)
 print("called", *sorted(called))
 assert called >= {name for name, op in _backends.operators.items() if "cpu" in op.native}
 """

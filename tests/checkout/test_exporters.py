@@ -7,17 +7,18 @@ import pytest
 import torch
 
 import extension_cpp
+from extension_cpp.testing import clone, compare, contracts, map_tensors, run, tensors
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-sys.path.append(str(Path(__file__).parents[1]))
-from contract import clone, compare, contracts, map_tensors, run, tensors  # noqa: E402
+TESTS = Path(__file__).parents[1]
+sys.path.append(str(TESTS))
 
 
 def test_onnx(tmp_path):
     """The results of the references, of all operators in one program."""
-    cases = [contract.op for contract in contracts()]
-    samples = [contract.smallest(contract.small_samples("cpu", torch.float32), 2) for contract in contracts()]
+    cases = [contract.op for contract in contracts(TESTS)]
+    samples = [contract.smallest(contract.small_samples("cpu", torch.float32), 2) for contract in contracts(TESTS)]
 
     class Model(torch.nn.Module):
         def forward(self, samples: list) -> list[list[torch.Tensor]]:

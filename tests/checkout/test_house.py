@@ -19,8 +19,8 @@ FLOORS = [
     ["_elf", "_machine", "_build", "_version"],
     ["_loader"],
     ["jit", "ops", "ops.*", "triton", "triton.*"],
-    ["nn", "nn.*", "doctor", "doctor.*", "compat", "compat.*"],
-    ["__init__", "__main__", "doctor._probe"],  # The last is a program too, that the doctor starts.
+    ["nn", "nn.*", "doctor", "doctor.*", "compat", "compat.*", "_features"],
+    ["__init__", "__main__", "doctor._probe", "testing"],  # The doctor starts its probe; tests use the whole package.
 ]
 
 

@@ -60,6 +60,16 @@ def test_examples(name, cache):
         assert f"kernels for CPU{' and CUDA' if torch.version.cuda else ''}" in done.stdout
 
 
+def test_example_that_is_declared(cache):
+    """What is derived from a declaration, and the contract, are those of the operator's own namespace."""
+    done = run(EXAMPLES / "scale.py", cache)
+    assert done.returncode == 0 and SCALED in done.stdout, done.stdout + done.stderr
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "parity or transforms or user"]
+    env = environment(cache, **QUICK)
+    done = subprocess.run([*command, "test_scale.py"], cwd=EXAMPLES, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) >= 8, done.stdout + done.stderr
+
+
 def test_example_through_setuptools(cache, tmp_path):
     folder = Path(shutil.copytree(EXAMPLES, tmp_path / "example"))
     done = run(folder / "setup.py", cache, "build_ext", "--inplace")

@@ -275,7 +275,7 @@ def interface(library: Path) -> set[str]:
     """What a library takes from torch and Python and gives to them; of the C++ runtime, headers may take more or less."""
     lines = subprocess.check_output(["nm", "-D", library], text=True).splitlines()
     symbols = {tuple(line.split()[-2:]) for line in lines}  # Less the addresses.
-    return {f"{kind} {name}" for kind, name in symbols if re.match(r"aoti_torch_|torch_|_?Py", name)}
+    return {f"{binding} {name}" for binding, name in symbols if re.match(r"aoti_torch_|torch_|_?Py", name)}
 
 
 def run_paths(library: Path) -> list[str]:

@@ -1,12 +1,13 @@
-"""What every operator must pass, on every device present, by every backend that it has there, and in every dtype.
+"""The contract: what every operator must pass, on every device present, by every backend that it has there, in every dtype.
 
-A test module names its operator and gives samples, and inherits the checks:
+A test module names its operator, of this package or of a namespace of its own, and gives samples. It inherits the checks:
 
     class TestMyOp(Contract):
         op = Case(extension_cpp.my_op, samples)
 
 What else the checks need comes from the operator's declaration (extension_cpp/ops/_operator.py). Each of them can be
-shown to fail: test_contract.py runs them on operators that are broken on purpose.
+shown to fail: tests/test_contract.py runs them on operators that are broken on purpose. It needs pytest.
+PyTorch's compiler takes seconds to import: only checks that compile import it.
 """
 
 from __future__ import annotations
@@ -19,22 +20,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
-import torch._functorch.config
-import torch._inductor.config
-from features import TORCH, one_call_along, proves, vmap
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,6 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
 from extension_cpp import use_backend
+from extension_cpp._features import TORCH, one_call_along, proves, vmap
 from extension_cpp.ops import _backends
 from extension_cpp.ops._signature import Signature
 
@@ -60,6 +56,25 @@ OF_KERNELS = {
     "test_tensors_for_numbers",
 }
 """Checks that the backend "reference" has no part in: it is PyTorch's operators, and its registration is that of all."""
+OF_THE_COMPILER = {
+    "test_opcheck",
+    "test_compile",
+    "test_compile_for_any_size",
+    "test_compliant",
+    "test_export",
+    "test_fake_cuda",
+    "test_inductor_fuses",
+    "test_symbolic_numbers",
+}
+"""Checks that trace and compile. They take several times as long as all others."""
+IMPORTS_THE_COMPILER = {
+    "test_dispatch_modes",
+    "test_errors",
+    "test_fake_kernel",
+    "test_forward_mode",
+    "test_wrong_arguments",
+}
+"""Other checks for which PyTorch imports its compiler: those of fake tensors and of forward mode."""
 
 Args = tuple[Any, ...]
 
@@ -115,11 +130,26 @@ class Case:
         return self.operator.signature.arguments[0].dtypes
 
 
-def others(name: str, device: str) -> list[str]:
+def others(operator: Any, device: str) -> list[str]:
     """The backends that an operator has next to the one that is used, on a device that this torch can have."""
     if device == "cuda" and torch.version.cuda is None:
         return []
-    return [backend for backend in _backends.implementations(name, device) if backend != _backends.used(name, device)]
+    used = _backends.used(operator, device)
+    return [backend for backend in _backends.implementations(operator, device) if backend != used]
+
+
+def with_config(module: str, **settings: Any) -> Callable[[Callable], Callable]:
+    """Settings of PyTorch's compiler while a check runs: its module is imported by then, and not before."""
+
+    def decorate(check: Callable) -> Callable:
+        @wraps(check)
+        def run_check(self: Contract, *args: Any, **kwargs: Any) -> None:
+            with importlib.import_module(module).patch(**settings):
+                check(self, *args, **kwargs)
+
+        return run_check
+
+    return decorate
 
 
 def tensors(args: Any) -> list[Tensor]:
@@ -181,7 +211,7 @@ def guarded(t: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The values of t in every kind of memory layout, each in memory of its own."""
+    """The values of t in every memory layout, each in memory of its own."""
     yield "contiguous", t.clone(memory_format=torch.contiguous_format)
     yield "offset", torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
     if t.dim() >= 1:
@@ -218,7 +248,7 @@ class Contract:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Each check on each device, by what is used there and then by the operator's other backends."""
         devices = DEVICES if "device" in metafunc.fixturenames else ["cuda"]
-        cases = [(device, backend) for device in devices for backend in (None, *others(self.op.name, device))]
+        cases = [(device, backend) for device in devices for backend in (None, *others(self.op.operator, device))]
         if metafunc.function.__name__ in OF_KERNELS:
             cases = [(device, backend) for device, backend in cases if backend != "reference"]
         if "dtype" in metafunc.fixturenames:
@@ -242,7 +272,7 @@ class Contract:
     @property
     def overload(self) -> torch._ops.OpOverload:
         """What torch.ops has of the operator, or of the backend that is chosen."""
-        return getattr(getattr(torch.ops.extension_cpp, self.op.name), self.backend or "default")
+        return getattr(self.op.operator.packet, self.backend or "default")
 
     def compare_with_reference(self, args: Args) -> None:
         """Within the rounding error that the operator declares, of the reference in float64."""
@@ -339,7 +369,7 @@ class Contract:
     def test_fake_kernel(self, device, dtype):
         """Shape, dtype, strides and device of the real result, from the fake kernel."""
         op = self.op
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        mode = of_any_size()
         for args in self.op.samples(device, dtype):
             given = [("of the sample", args)]
             if dtype == torch.float32:  # Layouts mean the same in every dtype.
@@ -366,7 +396,7 @@ class Contract:
             strides = significant_strides(f, r.shape), significant_strides(r)
             assert strides[0] == strides[1], f"strides {strides[0]}, not {strides[1]} {what}"
 
-    @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    @with_config("torch._dynamo.config", capture_dynamic_output_shape_ops=True)
     def test_fake_cuda(self):
         """Traced and compiled for CUDA where there is no GPU, as a CUDA package is tested where it is built."""
         if torch.version.cuda is None:
@@ -377,7 +407,7 @@ class Contract:
         for args in islice(op.samples("cpu", torch.float32), 3):
             torch._dynamo.reset()
             real = run(op, op.reference, map_tensors(clone, args))
-            with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
+            with of_any_size():
                 fake = map_tensors(
                     lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), args
                 )
@@ -461,13 +491,13 @@ class Contract:
                 torch.testing.assert_close(got.double(), want.double(), **close)
 
     @proves("`torch.compile`, one graph")
-    @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    @with_config("torch._dynamo.config", capture_dynamic_output_shape_ops=True)
     def test_compile(self, device):
         """One graph, compiled to the end: the eager result, with the strides that the compiled code relies on."""
         self.check_compiled(device, torch.compile(self.op.function, fullgraph=True, dynamic=False), 2)
 
     @proves("`torch.compile`, one graph for all sizes")
-    @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    @with_config("torch._dynamo.config", capture_dynamic_output_shape_ops=True)
     def test_compile_for_any_size(self, device):
         """The graph of symbolic sizes: the eager result, and no new graph for a new size."""
         op = self.op
@@ -514,7 +544,7 @@ class Contract:
         program = torch.export.export(Model(), (samples,), strict=False)
         program = program.run_decompositions(extension_cpp.decompositions())
         used = {node.target for node in program.graph.nodes if node.op == "call_function"}
-        allowed = ("aten", "extension_cpp") if op.operator.declared.onnx else ("aten",)
+        allowed = ("aten", op.operator.namespace) if op.operator.declared.onnx else ("aten",)
         others = {target for target in used if getattr(target, "namespace", "aten") not in allowed}
         assert not others, f"left after the decompositions: {others}"
         got = program.module()(samples)
@@ -522,13 +552,15 @@ class Contract:
         compare(got, want, "the exported program")
 
     @proves("fused by Inductor")
-    @torch._inductor.config.patch(fx_graph_cache=False)
-    @torch._functorch.config.patch(enable_autograd_cache=False)
+    @with_config("torch._inductor.config", fx_graph_cache=False)
+    @with_config("torch._functorch.config", enable_autograd_cache=False)
     def test_inductor_fuses(self, device):
         """What Inductor takes for the operator has its bits, tails of vectors too; halves are left to the kernel."""
         op = self.op
         if self.backend:
             return
+        from torch._inductor.utils import run_and_get_code
+
         dtypes = [torch.float32, torch.float64, torch.bfloat16]
         every = [[a for a in op.samples(device, t) if all(x.numel() < 2000 for x in tensors(a))] for t in dtypes]
         groups = [max(args, key=lambda a: tensors(a)[0].numel()) for args in every]
@@ -540,17 +572,18 @@ class Contract:
         results, code = run_and_get_code(torch.compile(call, fullgraph=True), *groups)
         for got, want, dtype in zip(results, call(*groups), dtypes):
             assert all(map(same_bits, got, want)), f"other bits in {dtype} where Inductor fuses"
-        calls = _backends.used(op.name, device) != "triton"  # Whose kernels Inductor shows.
-        assert len(re.findall(rf"torch\.ops\.extension_cpp\.{op.name}\.default\(", code[0])) == calls, code[0]
+        calls = _backends.used(op.operator, device) != "triton"  # Whose kernels Inductor shows.
+        assert len(re.findall(rf"torch\.ops\.{op.operator.namespace}\.{op.name}\.default\(", code[0])) == calls, code[0]
 
     @proves("numbers as symbols: one graph for all values")
-    @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    @with_config("torch._dynamo.config", capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
     def test_symbolic_numbers(self, device):
         """Numbers that change, that a tensor has, or that follow from a size: no graph for each, as with PyTorch's own."""
         op, arguments = self.op, self.overload._schema.arguments
         floats = [i for i, argument in enumerate(arguments) if str(argument.type) == "float"]
         if self.backend:
             return
+        from torch._dynamo.testing import CompileCounterWithBackend
 
         def using(make: Callable) -> Callable:
             return lambda n, *args: op.function(*(make(n, *args) if i in floats else a for i, a in enumerate(args)))
@@ -564,7 +597,7 @@ class Contract:
         for name, (function, value) in ways.items():
             for given in (args, self.with_gradients(args)) if op.differentiable else (args,):
                 torch._dynamo.reset()
-                graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+                graphs = CompileCounterWithBackend("aot_eager")
                 compiled = torch.compile(function, fullgraph=True, backend=graphs)
                 for k in range(4):
                     got, want = (tensors(f(value(k), *given)) for f in (compiled, function))
@@ -820,7 +853,7 @@ class Contract:
         """A call is an event of the operator's name; what is not native has one more, with that of the backend."""
         op = self.op
         args = next(iter(op.samples(device, torch.float32)))
-        backend = self.backend or _backends.used(op.name, device)
+        backend = self.backend or _backends.used(op.operator, device)
         name = op.operator.qualified
         suffixes = [f".{backend}"] * (backend != "native")
         for function in self.entries():
@@ -889,13 +922,13 @@ class Contract:
         leaves = self.with_gradients(args) if op.differentiable else args
         key = device.upper()
         for given in (args, leaves) if self.backend is None else ():
-            seen: list[str] = []
+            seen = []
 
             def kernel(*passed: Any, seen: list[str] = seen) -> Any:
                 seen.append(key)
                 return op.reference(*passed)
 
-            with warnings.catch_warnings(), torch.library._scoped_library("extension_cpp", "IMPL") as library:
+            with warnings.catch_warnings(), torch.library._scoped_library(op.operator.namespace, "IMPL") as library:
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 library.impl(op.name, kernel, key, allow_override=True)
                 for function in self.entries():
@@ -1065,7 +1098,7 @@ class Contract:
             return
         args = next(iter(op.samples(device, torch.float32)))
         want = run(op, op.function, in_dtype(args, low))
-        with torch.library._scoped_library("extension_cpp", "IMPL") as library:
+        with torch.library._scoped_library(op.operator.namespace, "IMPL") as library:
             before = dict(self.overload.py_kernels)
             torch.library.register_autocast(op.operator.qualified, device, low, lib=library)
             for function in self.entries():
@@ -1205,9 +1238,9 @@ def hint(what: str) -> Iterator[None]:
         raise AssertionError(f"{error}; {what}") from error
 
 
-def contracts() -> Iterator[Contract]:
-    """Of every operator, from the test modules next to this one."""
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+def contracts(folder: Path) -> Iterator[Contract]:
+    """Of every operator that has one in the test modules of a folder, from which Python imports."""
+    for path in sorted(folder.glob("test_*.py")):
         if path.name == "test_contract.py" or not re.search(r"^class \w+\(Contract\)", path.read_text(), re.MULTILINE):
             continue
         for member in vars(importlib.import_module(path.stem)).values():
@@ -1344,6 +1377,13 @@ def wrong_arguments(signature: Signature, args: Args) -> Iterator[tuple[str, Arg
         bound |= {name for pattern in argument.patterns for name in (*pattern.names, *["..."] * pattern.pack)}
         for other in others:
             yield argument.name, (*args[:at], other, *args[at + 1 :])
+
+
+def of_any_size() -> FakeTensorMode:
+    """A mode that knows sizes which depend on values as symbols."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
 def fake_args(mode: FakeTensorMode, args: Args) -> Args:
