@@ -1,4 +1,4 @@
-"""Operators on DTensors, on two processes: the results and gradients of one, wherever the arguments are sharded."""
+"""Operators on DTensors, on two processes or GPUs: the results and gradients of one, wherever the arguments are sharded."""
 
 import os
 import subprocess
@@ -38,7 +38,8 @@ def declare(signature: str, **declared: Any) -> Callable[[Callable], Callable]:
     def make(reference: Callable) -> Callable:
         name = reference.__name__
         LIBRARY.define(name + SCHEMAS[name])
-        LIBRARY.impl(name, reference, "CPU")
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, reference, key)
         return operator(signature=signature, **declared)(reference)
 
     return make
@@ -148,7 +149,7 @@ def check_placements(ops: dict[str, Callable], mesh: Any) -> None:
     with pytest.raises(RuntimeError, match="sharded_add: out must be replicated, or sharded where each part"):
         ops["sharded_add"](distribute(a, mesh, Shard(0)), distribute(a[0], mesh, Replicate()), out)
     # Of two dimensions of a mesh, too, what is written stays where it is, though it is the cheaper one to move.
-    grid = init_device_mesh("cpu", (2, 1))
+    grid = init_device_mesh(mesh.device_type, (2, 1))
     out = distribute_tensor(torch.zeros(4, 6), grid, [Shard(1), Shard(0)])
     ops["sharded_add"](*(distribute_tensor(a, grid, [Shard(0), Shard(1)]) for _ in range(2)), out)
     compare([out.full_tensor()], [a + a], "written on a mesh of two dimensions")
@@ -162,9 +163,8 @@ def check_training(product: Callable, mesh: Any) -> None:
     class Layers(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            generator = torch.Generator().manual_seed(1)
-            self.up = torch.nn.Parameter(torch.randn(6, 8, generator=generator, dtype=torch.float64))
-            self.down = torch.nn.Parameter(torch.randn(8, 6, generator=generator, dtype=torch.float64))
+            self.up = torch.nn.Parameter(ramp(torch.empty(6, 8, dtype=torch.float64)))
+            self.down = torch.nn.Parameter(ramp(torch.empty(8, 6, dtype=torch.float64)))
 
         def forward(self, x: Tensor) -> Tensor:
             return product(product(x, self.up).relu(), self.down)
@@ -175,7 +175,7 @@ def check_training(product: Callable, mesh: Any) -> None:
         grads = [model.up.grad, model.down.grad]
         return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in grads]
 
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x = ramp(torch.empty(4, 6, dtype=torch.float64))
     want = gradients(Layers(), x)
     parallel = Layers()
     parallel.up = torch.nn.Parameter(distribute_tensor(parallel.up.data, mesh, [Shard(1)]))
@@ -186,26 +186,28 @@ def check_training(product: Callable, mesh: Any) -> None:
     compare(gradients(sharded, x.chunk(2)[dist.get_rank()]), want, "FSDP2")
 
 
-def work(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def work(rank: int, store: str, device: str) -> None:
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
     from torch.distributed.tensor import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,))
+    torch.set_default_device(f"cuda:{rank}" if device == "cuda" else device)
+    mesh = init_device_mesh(device, (2,))
     ops = declare_all()
     check_placements(ops, mesh)
     check_training(ops["sharded_product"], mesh)
     for contract in contracts(HERE):
-        args = contract.smallest(contract.small_samples("cpu"))
+        args = contract.smallest(contract.small_samples(device))
         if contract.op.dynamic_size:
             with pytest.raises(
                 RuntimeError, match=f"{contract.op.name}: the size of the result depends on values, .* DT"
             ):
                 check(contract.op, args, mesh)
             continue
-        samples = [args for args in contract.small_samples("cpu") if all(t.numel() > 1 for t in tensors(args))]
+        samples = [args for args in contract.small_samples(device) if all(t.numel() > 1 for t in tensors(args))]
         for args in islice(samples, 2):
             check(contract.op, map_tensors(clone, args), mesh)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(4, 6, generator=torch.Generator(device).manual_seed(0), dtype=torch.float64)
     for name in ("sharded_rows", "sharded_sums", "sharded_none", "sharded_windows", "fault_cumsum", "fault_max"):
         op, args = Case(ops[name], lambda device, dtype: ()), (x, x[0]) if name == "sharded_rows" else (x,)
         if name.startswith("fault"):
@@ -218,14 +220,19 @@ def work(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
-def test_two_processes(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_two_processes(tmp_path, device):
+    if not dist.is_available() or not (dist.is_gloo_available() if device == "cpu" else dist.is_nccl_available()):
+        pytest.skip(f"torch has no {'gloo' if device == 'cpu' else 'nccl'}")
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # NCCL takes a switch's multicast where it thinks that there is one, which virtual machines may not have.
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     both = []
     for rank in "01":
         with (tmp_path / rank).open("w") as said:
-            command = [sys.executable, __file__, rank, str(tmp_path / "store")]
+            command = [sys.executable, __file__, rank, str(tmp_path / "store"), device]
             both.append(subprocess.Popen(command, env=variables, stdout=said, stderr=subprocess.STDOUT))
     try:
         # One that failed leaves the other waiting for it.
@@ -242,4 +249,4 @@ def test_two_processes(tmp_path):
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), sys.argv[2])
+    work(int(sys.argv[1]), *sys.argv[2:])
