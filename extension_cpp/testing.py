@@ -956,7 +956,8 @@ class Contract:
         call_both()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            library = torch._C._dispatch_library("IMPL", "extension_cpp", "")  # As TORCH_LIBRARY_IMPL makes it.
+            # As TORCH_LIBRARY_IMPL makes one.
+            library = torch._C._dispatch_library("IMPL", "extension_cpp", "")
             library.impl(op.name, key, kernel)
         torch.ops.loaded_libraries.add("a user's")
         call_both()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from extension_cpp._features import TORCH
 from extension_cpp.ops import _sharding
 from extension_cpp.ops._operator import operator
 from extension_cpp.testing import Args, Case, clone, compare, contracts, describe, map_tensors, ramp, run, tensors
@@ -148,7 +149,10 @@ def check_placements(ops: dict[str, Callable], mesh: Any) -> None:
     out = distribute(torch.zeros(4, 6), mesh, Partial())
     with pytest.raises(RuntimeError, match="sharded_add: out must be replicated, or sharded where each part"):
         ops["sharded_add"](distribute(a, mesh, Shard(0)), distribute(a[0], mesh, Replicate()), out)
-    # Of two dimensions of a mesh, too, what is written stays where it is, though it is the cheaper one to move.
+    # Of two dimensions of a mesh, too, what is written stays where it is, though it is the cheaper one to move. In torch 2.10
+    # DTensor takes no operator without results there.
+    if TORCH < (2, 11):
+        return
     grid = init_device_mesh(mesh.device_type, (2, 1))
     out = distribute_tensor(torch.zeros(4, 6), grid, [Shard(1), Shard(0)])
     ops["sharded_add"](*(distribute_tensor(a, grid, [Shard(0), Shard(1)]) for _ in range(2)), out)

@@ -67,7 +67,7 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
         try:
             top: Any = peek_interpreter_stack()
             known = not operator.written and transforms <= {TransformType.Vmap, TransformType.Grad}
-            if top.key() == TransformType.Vmap and (known or _has_users_vmap(operator)):
+            if top.key() == TransformType.Vmap and (known or _has_users_vmap(operator, overload)):
                 return _batched(operator, overload, backend, VmapInterpreter(top), args)
             by_reference = operator.differentiable and operator.backward is None
             if not known or (by_reference and TransformType.Grad in transforms):
@@ -225,7 +225,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-            return _within(backend, partial(_vmap, operator))(info, in_dims, *args)
+            return _within(backend, partial(_vmap, operator, overload))(info, in_dims, *args)
 
     Derivative.__name__ = Derivative.__qualname__ = f"{operator.name}_derivative"
     backward: Any = Derivative._backward_cls  # type: ignore[attr-defined]
@@ -289,20 +289,22 @@ def _differentiate_reference(operator: Any, *args: Any) -> Any:
         return tuple(None if inputs[i] is None else next(found) for i in operator.differentiable_arguments)
 
 
-def _has_users_vmap(operator: Any) -> bool:
-    """Whether somebody called torch.library.register_vmap for it, or registered its key in C++."""
-    return _dispatch_has_kernel_for_dispatch_key(operator.qualified, "FuncTorchBatched")
+def _has_users_vmap(operator: Any, overload: Any) -> bool:
+    """Whether somebody called torch.library.register_vmap for the operator, or registered its key in C++."""
+    return overload is operator.default and _dispatch_has_kernel_for_dispatch_key(
+        operator.qualified, "FuncTorchBatched"
+    )
 
 
 def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args: Sequence[Any]) -> Any:
     """A call under torch.vmap, as torch.autograd.Function has it, which takes longer for this than most operators."""
-    level = layer.level()
+    level, args = layer.level(), operator.all_arguments(args)
     pairs = [_unwrap_batched(arg, level) if isinstance(arg, Tensor) else (arg, None) for arg in args]
     given, in_dims = zip(*pairs)
     if all(dim is None for dim in in_dims):
         with layer.lower():
             return overload(*given)
-    if overload is operator.default and _has_users_vmap(operator):
+    if _has_users_vmap(operator, overload):
         return overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched), *args)
     info = VmapInfo(layer.batch_size(), layer.randomness())
     with layer.lower():
@@ -315,10 +317,10 @@ def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args
     return tuple(t if dim is None else _add_batch_dim(t, dim, level) for t, dim in zip(results, out_dims))
 
 
-def _vmap(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+def _vmap(operator: Any, overload: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
     """The rule of a torch.autograd.Function, for a batch of which gradients are taken."""
-    if _has_users_vmap(operator):
-        found = torch.func.vmap(operator.default, tuple(in_dims), randomness=info.randomness)(*args)
+    if _has_users_vmap(operator, overload):
+        found = torch.func.vmap(overload, tuple(in_dims), randomness=info.randomness)(*args)
         return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
     if (found := _in_one_call(operator, info, in_dims, *args)) is not None:
         return found

@@ -175,8 +175,8 @@ class Operator:
         torch.library._impls.difference_update(passed)
         self.is_ours = passed.isdisjoint
         self._refuse_tensors_for_numbers(self.packet, self.default)
-        if self.kernel is not None:
-            self._refuse_tensors_for_numbers(self.packet.kernel, self.packet.kernel)
+        for name in self.packet.overloads():
+            self._refuse_tensors_for_numbers(getattr(self.packet, name), self.default)
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self.shown: set[str] = set()
@@ -406,7 +406,8 @@ class Operator:
     def _refuse_tensors_for_numbers(self, entry: Any, overload: Any) -> None:
         """Let torch.ops refuse a tensor in place of a number, as the public function does, if a derivative would be lost.
 
-        PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call.
+        PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call. Before anything keeps an
+        overload in a dictionary, as its hash is that of `_op`.
         """
         arguments = overload._schema.arguments
         numbers = {argument.name: i for i, argument in enumerate(arguments) if str(argument.type) in _NUMBERS}
@@ -443,7 +444,8 @@ class Operator:
             return result
 
         torch.library.register_fake(name, fake, lib=self.library)
-        self._refuse_tensors_for_numbers(overload, overload)
+        if backend is not None:
+            self._refuse_tensors_for_numbers(overload, overload)
         overload._tags = _Tags(self)
         name = name.partition("::")[2]
         if self.written:
@@ -490,13 +492,12 @@ class Operator:
                 _backends.make(self, "triton")
             return self.triton_function(*args)  # type: ignore[misc]
 
-        def triton_without_autograd(*args: Any) -> Any:
-            """For <op>.kernel, whose native kernels make a new version of what they write."""
-            result = triton(*args)
+        def triton_into(*args: Any) -> None:
+            """For <op>.kernel, which makes a new version of what it writes, as native kernels do."""
+            triton(*args)
             for i in self.written:
                 if not args[i].is_inference():
                     increment_version(args[i])
-            return result
 
         self.library.impl(name, fallback, "CompositeExplicitAutograd")
         # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
@@ -523,7 +524,7 @@ class Operator:
             kernel = triton if backend == "triton" else fallback
             self.implement(name, kernel, device.upper())
             if backend == "triton":
-                self.implement(f"{name}.kernel", triton_without_autograd, device.upper())
+                self.implement(f"{name}.kernel", triton_into if self.written else triton, device.upper())
         if by_triton and not _backends.interpreted:
             self._show_the_compiler(self.default)
 

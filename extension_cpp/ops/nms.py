@@ -180,11 +180,11 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
     return _suppress_by_class(boxes, scores, idxs, iou_threshold)
 
 
-def _vmap_padded(info: Any, in_dims: Any, boxes: Any, scores: Any, iou_threshold: float, idxs: Any = None) -> Any:
+def _vmap_padded(info: Any, in_dims: Any, boxes: Any, scores: Any, iou_threshold: float, idxs: Any) -> Any:
     """One call for the batch: a class of boxes is one of a sample. What is kept comes sample by sample once it is sorted."""
     boxes, scores, idxs = (
         t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((boxes, scores, idxs), (*in_dims[:2], *in_dims[3:], None))
+        for t, dim in zip((boxes, scores, idxs), (*in_dims[:2], in_dims[3]))
     )
     samples, n = scores.shape
     sample = torch.arange(samples, device=scores.device)
