@@ -176,6 +176,11 @@ def clone(t: Tensor) -> Tensor:
     return copy.copy_(source).expand(t.shape)
 
 
+def memory(t: Tensor) -> int:
+    """Where it begins, of t and of all its views."""
+    return t.untyped_storage().data_ptr()
+
+
 def run(op: Case, function: Callable, args: Args) -> list[Tensor]:
     """The results of a call: what it returns and what it wrote."""
     returned = function(*args)
@@ -301,11 +306,10 @@ class Contract:
     def results_of(self, args: Args) -> list[Tensor]:
         """Of a call, that are none of its arguments: autograd and torch.compile rely on it."""
         returned = self.op.function(*args)
-        for i, arg in enumerate(args):
-            if isinstance(arg, Tensor) and any(torch._C._is_alias_of(t, arg) for t in tensors(returned)):
-                raise AssertionError(
-                    f"the result is in the memory of argument {i} on {describe(args)}; return a new tensor"
-                )
+        for (i, arg), t in product(enumerate(args), tensors(returned)):
+            if isinstance(arg, Tensor) and (t is arg or (t.numel() and memory(t) == memory(arg))):
+                where = f"in the memory of argument {i}, on {describe(args)}"
+                raise AssertionError(f"the result is {where}; return a new tensor")
         return [*tensors(returned), *(args[i] for i in self.op.writes)]
 
     @staticmethod
