@@ -464,6 +464,13 @@ def test_a_wrong_declaration_is_refused(declared, reference, message):
         operator(**declared)(reference)
 
 
+def test_too_many_gradients():
+    contract = define("fault_count", double, backward=lambda grad: (grad, None))
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^fault_count: backward must return the gradients of x, got 2 values$"):
+        contract.op.function(x).sum().backward()
+
+
 @pytest.mark.parametrize("name", ["independent", "summed", "flops"])
 def test_sizes_that_the_signature_lacks(name):
     declared = define(f"fault_{name}_size", double, signature="x: T -> T", sizes={name: "2 T Q"}).op.operator
