@@ -304,8 +304,11 @@ class Contract:
             assert same_bits(got[~finite], want[~finite].to(dtype)), f"wrong infinity or NaN on {describe(args)}"
 
     def results_of(self, args: Args) -> list[Tensor]:
-        """Of a call, that are none of its arguments: autograd and torch.compile rely on it."""
-        returned = self.op.function(*args)
+        """Of a call: of the dtypes that the signature says, and none of the arguments, on which autograd relies."""
+        returned, signature = self.op.function(*args), self.op.operator.signature
+        for t, result in zip(tensors(returned), signature.results):
+            want = result.dtype or args[signature.positions[result.like]].dtype
+            assert t.dtype == want, f"a result in {t.dtype}, where the signature says {want}, on {describe(args)}"
         for (i, arg), t in product(enumerate(args), tensors(returned)):
             if isinstance(arg, Tensor) and (t is arg or (t.numel() and memory(t) == memory(arg))):
                 where = f"in the memory of argument {i}, on {describe(args)}"

@@ -399,7 +399,8 @@ def test_healthy_operator_passes(check, device):
     ("fault", "answer"),
     [
         ("wrong values", "give the Case ulps= or magnitude="),
-        ("wrong dtype of an exact result", "exact=True of the Case wants its bits"),
+        ("wrong index", "exact=True of the Case wants its bits"),
+        ("wrong dtype of an exact result", "a result in torch.int32, where the signature says torch.int64"),
         ("specialises on a size", "give the Case grown="),
         ("wrong gradient", "with differentiable=False; else correct backward="),
         ("wrong second derivative", 'with differentiable="once"'),
