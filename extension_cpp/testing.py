@@ -177,6 +177,11 @@ def clone(t: Tensor) -> Tensor:
     return copy.copy_(source).expand(t.shape)
 
 
+def memory(t: Tensor) -> int:
+    """Where it begins, of t and of all its views."""
+    return t.untyped_storage().data_ptr()
+
+
 def run(op: Case, function: Callable, args: Args) -> list[Tensor]:
     """The results of a call: what it returns and what it wrote."""
     returned = function(*args)
@@ -278,13 +283,13 @@ class Contract:
         """Within the rounding error that the operator declares, of the reference in float64."""
         op = self.op
         if op.exact:
-            for got, want in zip(run(op, op.function, args), run(op, op.reference, args)):
+            for got, want in zip(self.results_of(args), run(op, op.reference, args)):
                 why = "exact=True of the Case wants its bits; ulps= instead allows rounding"
                 assert same_bits(got, want), f"{got}, expected {want}, on {describe(args)}; {why}"
             return
         exact = map_tensors(lambda t: t.detach().to(torch.float64), args)
         expected = run(op, op.reference, exact)
-        actual = run(op, op.function, args)
+        actual = self.results_of(args)
         scales = [e.abs() for e in expected] if op.magnitude is None else tensors(op.magnitude(*exact))
         for got, want, scale in zip(actual, expected, scales):
             assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
@@ -299,13 +304,25 @@ class Contract:
             assert not wrong.any(), self.say_error(op, got, want, error / bound * wrong, args)
             assert same_bits(got[~finite], want[~finite].to(dtype)), f"wrong infinity or NaN on {describe(args)}"
 
+    def results_of(self, args: Args) -> list[Tensor]:
+        """Of a call: of the dtypes that the signature says, and none of the arguments, on which autograd relies."""
+        returned, signature = self.op.function(*args), self.op.operator.signature
+        for t, result in zip(tensors(returned), signature.results):
+            want = result.dtype or args[signature.positions[result.like]].dtype
+            assert t.dtype == want, f"a result in {t.dtype}, where the signature says {want}, on {describe(args)}"
+        for (i, arg), t in product(enumerate(args), tensors(returned)):
+            if isinstance(arg, Tensor) and (t is arg or (t.numel() and memory(t) == memory(arg))):
+                where = f"in the memory of argument {i}, on {describe(args)}"
+                raise AssertionError(f"the result is {where}; return a new tensor")
+        return [*tensors(returned), *(args[i] for i in self.op.writes)]
+
     @staticmethod
     def say_error(op: Case, got: Tensor, want: Tensor, excess: Tensor, args: Args) -> str:
         """Where a result is off most, by how much, and what allows more."""
         at = tuple(int(i) for i in torch.unravel_index(excess.nan_to_num(torch.inf).argmax(), excess.shape))
         name, allowed = str(got.dtype).removeprefix("torch."), op.ulps.get(got.dtype, 1.0)
         off = f"{excess[at].item() * allowed:.3g} ulps of {name} where {allowed:g} is allowed, at index {at}"
-        why = "if the length of a sum explains it, give the Case ulps= or magnitude="
+        why = "if rounding explains it, as in a long sum, give the Case ulps= or magnitude="
         return f"{off}: got {got[at].item()!r}, want {want[at].item()!r}, on {describe(args)}; {why}"
 
     def same(self, x: Tensor, y: Tensor) -> bool:
@@ -318,7 +335,9 @@ class Contract:
     @proves("Triton kernel", refused=True)
     def test_parity(self, device, dtype):
         """The values of the reference, computed in higher precision."""
-        for args in self.op.samples(device, dtype):
+        samples = list(self.op.samples(device, dtype))
+        assert samples, f"the Case of {self.op.name} has no samples for {dtype} on {device}: nothing is tested"
+        for args in samples:
             self.compare_with_reference(args)
 
     def test_layouts(self, device, dtype):
@@ -484,11 +503,12 @@ class Contract:
         for args in self.differentiable_samples(device, dtype):
             exact = map_tensors(lambda t: t.detach().to(torch.float64).requires_grad_(), args)
             for got, want in zip(gradients(op.function, args), gradients(op.reference, exact)):
-                assert got.dtype == dtype
+                assert got.dtype == dtype, f"a gradient in {got.dtype}, not {dtype}, on {describe(args)}"
                 largest = want.abs().max().item() if want.numel() else 0.0
                 tolerance = 8 * torch.finfo(dtype).eps
                 close = {"rtol": tolerance, "atol": tolerance * (1 + largest)}
-                torch.testing.assert_close(got.double(), want.double(), **close)
+                said = partial("a gradient is not that of the reference, on {}: {}".format, describe(args))
+                torch.testing.assert_close(got.double(), want.double(), **close, msg=said)
 
     @proves("`torch.compile`, one graph")
     @with_config("torch._dynamo.config", capture_dynamic_output_shape_ops=True)

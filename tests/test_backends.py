@@ -57,6 +57,13 @@ def test_triton_has_the_schema_too():
         assert described[0] == described[1], operator.name
 
 
+def test_triton_kernels_are_declared():
+    """With triton=True; without it nothing calls them, and nothing tests them."""
+    files = {path.stem for path in (PACKAGE / "triton").glob("*.py")} - {"__init__", "elementwise"}
+    undeclared = files - {operator.stem for operator in OPERATORS if operator.triton}
+    assert not undeclared, f"no operator of {', '.join(sorted(undeclared))} is declared with triton=True"
+
+
 @needs_triton
 def test_triton_kernels_name_what_they_call():
     """Inductor writes the source of each function down, not the name that a kernel has for it."""

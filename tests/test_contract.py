@@ -2,6 +2,7 @@
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,14 @@ def define(
     instead=None,
     public=None,
     differentiable=None,
+    sizes=None,
     **description,
 ) -> Contract:
     """An operator that doubles x, or is meant to, and what the contract is told of it.
 
     `into`: it writes into an argument. `number`: it multiplies x with a number instead. `instead`: by dispatch key, what
-    is put in the place of something derived; `public`: in that of the public function.
+    is put in the place of something derived; `public`: in that of the public function. `sizes`: fields of the
+    declaration that name sizes.
     """
     arguments = "Tensor x, Tensor(a!) out" if into else "Tensor x, float times" if number else "Tensor x"
     LIBRARY.define(f"{name}({arguments}) -> {'()' if into else 'Tensor'}")
@@ -52,6 +55,7 @@ def define(
         autocast=autocast,
         fused=fused,
         differentiable=backward is not None if differentiable is None else differentiable,
+        **(sizes or {}),
     )(reference or (double_into if into else multiply if number else double))
     for key, function in (instead or {}).items():
         declared.operator.implement(name, function(declared.operator), key)
@@ -262,6 +266,11 @@ FAULTS = {
     "wrong values": (define("fault_values", lambda x: x * 2.001), "test_parity"),
     "writes past the end": (define("fault_write", writes_past_the_end, into=True), "test_nothing_outside_is_touched"),
     "reads past the end": (define("fault_read", reads_past_the_end), "test_nothing_outside_is_touched"),
+    "returns its argument": (define("fault_alias", lambda x: x, reference=lambda x: x.clone()), "test_parity"),
+    "returns a view of its argument": (
+        define("fault_view", lambda x: x.view_as(x), reference=lambda x: x.clone()),
+        "test_parity",
+    ),
     "changes its argument": (define("fault_mutates", changes_its_argument), "test_layouts"),
     "fake with wrong strides": (define("fault_fake", double, fake=transposed_strides), "test_fake_kernel"),
     "fake with wrong dtype": (define("fault_dtype", double, fake=lambda x: x.double().int()), "test_fake_kernel"),
@@ -421,7 +430,8 @@ def test_healthy_operator_passes(check, device):
     ("fault", "answer"),
     [
         ("wrong values", "give the Case ulps= or magnitude="),
-        ("wrong dtype of an exact result", "exact=True of the Case wants its bits"),
+        ("wrong index", "exact=True of the Case wants its bits"),
+        ("wrong dtype of an exact result", "a result in torch.int32, where the signature says torch.int64"),
         ("specialises on a size", "give the Case grown="),
         ("wrong gradient", "with differentiable=False; else correct backward="),
         ("wrong second derivative", 'with differentiable="once"'),
@@ -457,9 +467,47 @@ def test_a_namespace_of_its_own():
         operator(name="fault_ops::absent")(double)
 
 
-def test_differentiable_is_one_of_three():
-    with pytest.raises(RuntimeError, match="fault_none: differentiable must be True, False or \"once\", got 'twice'"):
-        operator(name="fault_none", differentiable="twice")(double)
+def other_name(y: Tensor) -> Tensor:
+    return double(y)
+
+
+def with_a_default(x: Tensor, times: float = 2.0) -> Tensor:
+    return multiply(x, times)
+
+
+@pytest.mark.parametrize(
+    ("declared", "reference", "message"),
+    [
+        ({"differentiable": "twice"}, double, "differentiable must be True, False or \"once\", got 'twice'"),
+        ({"autocast": "lowest"}, double, 'autocast must be "promote", "lower", "float32" or "", got \'lowest\''),
+        ({"backward": lambda grad, y: grad}, double, "backward must name arguments, x, result, result0 to .*; got y"),
+        ({"saved_for": {"y": "x"}}, double, "saved_for must name arguments, x; got y"),
+        ({}, other_name, "the parameters of its reference must be the arguments of its schema, x, got y"),
+        (
+            {"name": "fault_none_number"},
+            with_a_default,
+            "the default of times in its reference must be that of its schema, none, got 2.0",
+        ),
+    ],
+)
+def test_a_wrong_declaration_is_refused(declared, reference, message):
+    declared = {"name": "fault_none", **declared}
+    with pytest.raises(RuntimeError, match=f"^{declared['name']}: {message}"):
+        operator(**declared)(reference)
+
+
+def test_too_many_gradients():
+    contract = define("fault_count", double, backward=lambda grad: (grad, None))
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^fault_count: backward must return the gradients of x, got 2 values$"):
+        contract.op.function(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["independent", "summed", "flops"])
+def test_sizes_that_the_signature_lacks(name):
+    declared = define(f"fault_{name}_size", double, signature="x: T -> T", sizes={name: "2 T Q"}).op.operator
+    with pytest.raises(RuntimeError, match=f"^fault_{name}_size: {name} must name sizes of its signature, got Q"):
+        _ = declared.signature
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are CUDA's")
@@ -476,6 +524,14 @@ def test_wrong_reference_is_caught(device):
     contract = define(f"fault_reference_{device}", double, reference=lambda x: x * 2.001)
     with pytest.raises(AssertionError):
         contract.test_parity(device, torch.float32)
+
+
+def test_a_case_without_samples():
+    """Every other check would pass."""
+    contract = define("fault_samples", double)
+    contract.op = replace(contract.op, samples=lambda device, dtype: ())
+    with pytest.raises(AssertionError, match=r"the Case of fault_samples has no samples for torch.float32 on cpu"):
+        contract.test_parity("cpu", torch.float32)
 
 
 def test_every_operator_has_a_contract():

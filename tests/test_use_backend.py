@@ -303,6 +303,19 @@ assert seen == ["extension_cpp.add_one.triton"], seen
         with pytest.raises(RuntimeError, match="x: its kernel has another use for that name"):
             Kernel("x", triton.jit(x), ["x"], [], 1)
 
+    @needs_triton
+    def test_a_formula_of_other_arguments(self):
+        import triton
+
+        from extension_cpp.triton.elementwise import elementwise
+
+        def x(y):
+            return y
+
+        message = "my_op: its Triton formula must take arguments of its schema, input, scalar_arg; got y"
+        with pytest.raises(RuntimeError, match=message):
+            elementwise(triton.jit(x)).prepare(extension_cpp.my_op.operator)
+
     @pytest.mark.slow
     def test_inductor_and_export(self, tmp_path):
         a, b = two()

@@ -215,8 +215,11 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
             if once and torch.is_grad_enabled():
                 given = [t for t in (*grads, *given) if isinstance(t, Tensor)]
                 found = [None if grad is None else Once.apply(operator.name, grad, *given) for grad in found]
+            if len(found) != len(gradients):
+                names = ", ".join(operator.names[i] for i in gradients)
+                fail(operator.name, f"backward must return the gradients of {names}, got {len(found)} values")
             every: list[Any] = [None] * count
-            for i, shape, grad in zip(gradients, ctx.shapes, found, strict=True):
+            for i, shape, grad in zip(gradients, ctx.shapes, found):
                 if grad is not None and shape is not None and needs[i]:
                     if grad.shape != shape:
                         grad = grad.sum_to_size(shape) if broadcasts else grad.reshape(shape)

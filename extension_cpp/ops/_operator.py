@@ -167,8 +167,7 @@ class Operator:
         self.written = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
-        if declared.differentiable not in (True, False, "once"):
-            fail(self.name, f'differentiable must be True, False or "once", got {declared.differentiable!r}')
+        self._check_declaration()
         self.differentiable = bool(declared.differentiable) and not self.written
         # torch.library._impls has every registration made in Python. Those made here are taken out (`implement`).
         passed = frozenset(f"{self.namespace}/{self.name}/{key}" for key in _PASSED)
@@ -190,10 +189,52 @@ class Operator:
         if declared.fused:
             when_imported("torch._inductor.lowering", self._fuse)
 
+    def _check_declaration(self) -> None:
+        """Raise for what would be ignored, or fail in a call later on."""
+        declared = self.declared
+        if declared.differentiable not in (True, False, "once"):
+            fail(self.name, f'differentiable must be True, False or "once", got {declared.differentiable!r}')
+        if declared.autocast not in ("promote", "lower", "float32", ""):
+            fail(self.name, f'autocast must be "promote", "lower", "float32" or "", got {declared.autocast!r}')
+        if code := getattr(self.reference, "__code__", None):
+            names = [*code.co_varnames[: code.co_argcount]]
+            if names != self.names:
+                wanted = f"the arguments of its schema, {', '.join(self.names)}"
+                fail(self.name, f"the parameters of its reference must be {wanted}, got {', '.join(names)}")
+            given = dict(zip(reversed(names), reversed(self.reference.__defaults__ or ())))  # type: ignore[attr-defined]
+            for argument in self.schema.arguments:
+                if argument.name in given and given[argument.name] != argument.default_value:
+                    has = repr(argument.default_value) if argument.has_default_value() else "none"
+                    what = f"the default of {argument.name} in its reference"
+                    fail(self.name, f"{what} must be that of its schema, {has}, got {given[argument.name]!r}")
+        results = len(self.schema.returns)
+        known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
+        taken = (
+            [*self.backward.__code__.co_varnames[results : self.backward.__code__.co_argcount]] if self.backward else []
+        )
+        for what, used in (
+            ("backward", taken),
+            ("saved_for", [*declared.saved_for, *declared.saved_for.values()]),
+            ("filled", declared.filled),
+        ):
+            for name in used:
+                if name not in (known if what == "backward" else self.names):
+                    more = ", result, result0 to the number of results, or needs" if what == "backward" else ""
+                    fail(self.name, f"{what} must name arguments, {', '.join(self.names)}{more}; got {name}")
+
     # What the signature says.
 
     @cached_property
     def signature(self) -> Signature:
+        signature = self._read_signature()
+        sizes = {"...", *(name for a in signature.arguments for p in a.patterns for name in p.names), *self.names}
+        for field_name in ("independent", "summed", "flops"):
+            for name in re.findall(r"\.\.\.|[A-Za-z_]\w*", getattr(self.declared, field_name)):
+                if name not in sizes:
+                    fail(self.name, f"{field_name} must name sizes of its signature, got {name}")
+        return signature
+
+    def _read_signature(self) -> Signature:
         from extension_cpp.ops._signature import Signature
 
         if self.declared.signature:

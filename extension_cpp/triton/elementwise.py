@@ -183,6 +183,10 @@ class elementwise:
         at = {name: i for i, name in enumerate(operator.names)}
         kernels = []
         for formula in sorted(self.formulas, key=lambda formula: -len(formula.arg_names)):
+            for name in formula.arg_names:
+                if name not in at:
+                    wanted = f"its Triton formula must take arguments of its schema, {', '.join(at)}"
+                    _backends.fail(operator.name, f"{wanted}; got {name}")
             tensors = [name for name in formula.arg_names if at[name] in operator.tensors]
             numbers = [name for name in formula.arg_names if name not in tensors]
             kernel = Kernel(formula.fn.__name__, formula, tensors, numbers, len(operator.schema.returns) or 1)

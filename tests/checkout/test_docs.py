@@ -54,7 +54,8 @@ def source(path: str) -> str:
 def test_docstring_examples(name):
     module = importlib.import_module(f"extension_cpp.{name}")
     result = doctest.testmod(module, extraglobs={"torch": torch, "extension_cpp": extension_cpp})
-    assert result.attempted and not result.failed
+    assert result.attempted, f"no docstring of {name} has an example"
+    assert not result.failed
 
 
 class TestDocuments:
