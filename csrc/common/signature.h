@@ -1,6 +1,7 @@
 // An operator as it is declared: its schema, and its signature, one line of the shapes and dtypes of its arguments and
 // results. The checks and the results' shapes come from it, here and, in the same words, in Python
-// (extension_cpp/ops/_signature.py), which asks this library for the line. The guide to adding an operator has its grammar.
+// (extension_cpp/ops/_signature.py), which asks this library for the line. The guide to adding an operator has its
+// grammar.
 #pragma once
 
 #include <array>
