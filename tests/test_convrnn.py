@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -430,7 +431,6 @@ class TestModule:
                 output.zero_()
                 assert same_bits(h_n, before)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "error::torch.jit.TracerWarning")
     def test_traced(self, device):
         """torch.fx.symbolic_trace of a model with it, which RNN is a leaf of too, and torch.jit.trace for other sizes."""
         layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(5, 2, 8, device=device)
@@ -438,9 +438,12 @@ class TestModule:
         assert same_bits(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x)[0], want)
         for args in ((x,), (x, torch.zeros(1, 2, 8, device=device))):
             file = io.BytesIO()
-            torch.jit.save(torch.jit.trace(layer, args), file)
-            file.seek(0)
-            loaded = torch.jit.load(file)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+                warnings.filterwarnings("error", category=torch.jit.TracerWarning)
+                torch.jit.save(torch.jit.trace(layer, args), file)
+                file.seek(0)
+                loaded = torch.jit.load(file)
             assert same_bits(loaded(*args)[0], want)
         loaded(*args)[0].relu_().sum().backward()
         assert loaded.weight.grad is not None
