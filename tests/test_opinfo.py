@@ -38,6 +38,7 @@ from extension_cpp.testing import (
     variants,
 )
 
+pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
 CONTRACTS = {contract.op.name: contract for contract in contracts(Path(__file__).parent)}
 PEERS = ["mul", "mm"]
 each_operator = pytest.mark.parametrize(("device", "name"), [*product(DEVICES, [*PEERS, *CONTRACTS])])
@@ -321,17 +322,17 @@ def past_what_torch_func_does(x: Tensor) -> Tensor:
 
 
 FAULTS = {
-    "test_transforms": define("opinfo_detached", double, backward=lambda grad: grad.detach() * 2),
-    "test_vmap": define("opinfo_vmap", double, backward=twice, vmap=batch_first_always),
-    "test_gradients": define("opinfo_tangent", double, backward=twice, instead={"Autograd": ignores_tangents}),
-    "test_subclasses": define("opinfo_value", double, backward=asks_for_a_value),
-    "test_fake_kernels": define("opinfo_fake", double, fake=lambda x: x.float(), backward=twice),
-    "test_traced": define("opinfo_traced", double, backward=asks_for_a_value),
-    "test_negative_views": define("opinfo_negative", double, instead={"Negative": forgets_the_sign}),
-    "test_copies_on_write": define("opinfo_copies", copies_always, backward=twice),
-    "test_after_a_transform": define("opinfo_after", double, backward=twice, public=past_what_torch_func_does),
+    "test_transforms": define("fault_opinfo_detached", double, backward=lambda grad: grad.detach() * 2),
+    "test_vmap": define("fault_opinfo_vmap", double, backward=twice, vmap=batch_first_always),
+    "test_gradients": define("fault_opinfo_tangent", double, backward=twice, instead={"Autograd": ignores_tangents}),
+    "test_subclasses": define("fault_opinfo_value", double, backward=asks_for_a_value),
+    "test_fake_kernels": define("fault_opinfo_fake", double, fake=lambda x: x.float(), backward=twice),
+    "test_traced": define("fault_opinfo_traced", double, backward=asks_for_a_value),
+    "test_negative_views": define("fault_opinfo_negative", double, instead={"Negative": forgets_the_sign}),
+    "test_copies_on_write": define("fault_opinfo_copies", copies_always, backward=twice),
+    "test_after_a_transform": define("fault_opinfo_after", double, backward=twice, public=past_what_torch_func_does),
 }
-HEALTHY = define("opinfo_none", double, backward=twice)
+HEALTHY = define("fault_opinfo_none", double, backward=twice)
 MORE = {"test_transforms": {"length": 1}, "test_after_a_transform": {"made_by": "jvp"}}
 
 

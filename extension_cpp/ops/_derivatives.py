@@ -29,6 +29,7 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_gradtrackingtensor,
     peek_interpreter_stack,
+    unwrap_if_dead,
 )
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import VmapInterpreter
@@ -301,7 +302,9 @@ def _has_users_vmap(operator: Any, overload: Any) -> bool:
 
 def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args: Sequence[Any]) -> Any:
     """A call under torch.vmap, as torch.autograd.Function has it, which takes longer for this than most operators."""
-    level, args = layer.level(), operator.all_arguments(args)
+    level = layer.level()
+    # Those that a finished transform made hide a batch.
+    args = [unwrap_if_dead(arg) if isinstance(arg, Tensor) else arg for arg in operator.all_arguments(args)]
     pairs = [_unwrap_batched(arg, level) if isinstance(arg, Tensor) else (arg, None) for arg in args]
     given, in_dims = zip(*pairs)
     if all(dim is None for dim in in_dims):
