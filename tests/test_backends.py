@@ -123,6 +123,7 @@ def test_the_compiler_sees_inside_without_the_interpreter():
     assert contracts("SeesInside or fake_cuda", "0") >= len(extension_cpp.ops.__all__)
 
 
+@pytest.mark.long  # Half a minute, most of which compiles PyTorch's own headers.
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ninja") is None or shutil.which("c++") is None, reason="needs ninja and c++")
 def test_another_type_of_device(tmp_path):

@@ -341,7 +341,7 @@ def test_fault_is_caught(check, monkeypatch):
     for contract in (HEALTHY, FAULTS[check]):
         monkeypatch.setitem(CONTRACTS, contract.op.name, contract)
     call = globals()[check]
-    call(device="cpu", name="opinfo_none", **MORE.get(check, {}))
+    call(device="cpu", name="fault_opinfo_none", **MORE.get(check, {}))
     with pytest.raises(BaseException) as caught:
         call(device="cpu", name=FAULTS[check].op.name, **MORE.get(check, {}))
     assert not isinstance(caught.value, (pytest.skip.Exception, KeyboardInterrupt)), "the check was skipped"
