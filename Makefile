@@ -54,7 +54,7 @@ test-packages: build
 	$(MAKE) package VARIANT=all
 	$(PYTEST) -m packages tests/checkout
 
-# Writes docs/features.md: what each operator has, by its declaration and the tests.
+# Writes the table of what each operator has, by its declaration and the tests.
 features: build
 	$(RUN) tests/features.py
 

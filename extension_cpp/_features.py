@@ -19,9 +19,9 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 HEAD = """\
 # Features
 
-Written by `make features`, from the operators' declarations. A check of [the contract](../extension_cpp/testing.py) runs for
-each operator that has the feature it proves, and is skipped for the others, for the reason that is given here. A feature
-that names no torch works with each torch ≥ 2.10.
+Written by `make features`, from the operators' declarations. A check of [the contract](../extension_cpp/testing.py)
+runs for each operator that has the feature it proves, and is skipped for the others, for the reason that is given
+here. A feature that names no torch works with each torch ≥ 2.10.
 """
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "features.md"

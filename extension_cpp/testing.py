@@ -977,7 +977,7 @@ class Contract:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             # As TORCH_LIBRARY_IMPL makes one.
-            library = torch._C._dispatch_library("IMPL", "extension_cpp", "")
+            library = torch._C._dispatch_library("IMPL", op.operator.namespace, "")
             library.impl(op.name, key, kernel)
         torch.ops.loaded_libraries.add("a user's")
         call_both()
@@ -1012,7 +1012,7 @@ class Contract:
             ways.append(lambda f: torch.vmap(torch.func.grad(summed(of_tensors(f, args, at)), gradient))(*batch))
         for way in ways:
             want = [way(function) for function in self.entries()]
-            with torch.library._scoped_library("extension_cpp", "IMPL") as library:
+            with torch.library._scoped_library(op.operator.namespace, "IMPL") as library:
                 torch.library.register_vmap(op.operator.qualified, rule, lib=library)
                 seen.clear()
                 got = [way(function) for function in self.entries()]

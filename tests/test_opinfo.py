@@ -25,6 +25,7 @@ from test_contract import (
 )
 from torch import Tensor
 
+from extension_cpp.ops import _backends
 from extension_cpp.testing import (
     DEVICES,
     Args,
@@ -277,6 +278,8 @@ def test_negative_views(device, name):
 @each_operator
 def test_copies_on_write(device, name):
     """Tensors that are copied when they are written to: what an operator and its gradient only read is not copied."""
+    if name in CONTRACTS and _backends.used(CONTRACTS[name].op.operator, device) == "triton":
+        pytest.skip("Triton asks for the memory of an argument as if it were written")
     info, args = sample_of(name, device, requires_grad=info_of(name).supports_autograd)
     read = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
     lazy = [torch._lazy_clone(arg).detach() if i in read else arg for i, arg in enumerate(args)]

@@ -192,14 +192,16 @@ def check_training(product: Callable, mesh: Any) -> None:
 
 def work(rank: int, store: str, device: str) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
     from torch.distributed.tensor import init_device_mesh
 
-    torch.set_default_device(f"cuda:{rank}" if device == "cuda" else device)
     mesh = init_device_mesh(device, (2,))
     ops = declare_all()
-    check_placements(ops, mesh)
-    check_training(ops["sharded_product"], mesh)
+    with torch.device(device):
+        check_placements(ops, mesh)
+        check_training(ops["sharded_product"], mesh)
     for contract in contracts(HERE):
         args = contract.smallest(contract.small_samples(device))
         if contract.op.dynamic_size:
@@ -211,7 +213,7 @@ def work(rank: int, store: str, device: str) -> None:
         samples = [args for args in contract.small_samples(device) if all(t.numel() > 1 for t in tensors(args))]
         for args in islice(samples, 2):
             check(contract.op, map_tensors(clone, args), mesh)
-    x = torch.randn(4, 6, generator=torch.Generator(device).manual_seed(0), dtype=torch.float64)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     for name in ("sharded_rows", "sharded_sums", "sharded_none", "sharded_windows", "fault_cumsum", "fault_max"):
         op, args = Case(ops[name], lambda device, dtype: ()), (x, x[0]) if name == "sharded_rows" else (x,)
         if name.startswith("fault"):

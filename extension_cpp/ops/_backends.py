@@ -48,8 +48,8 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
     Returns:
         Operator name to device type to "native" (compiled C++ or CUDA), "triton" or "reference" (plain PyTorch), as it was
         settled at import; :class:`use_backend` changes nothing here. The name of an operator in another namespace has it in
-        front, as in "my_ops::scale". A type of device is missing where the environment variable EXTENSION_CPP_BACKEND asks
-        for a backend that the operator doesn't have there.
+        front, as in "my_ops::scale". A type of device is missing where the environment variable EXTENSION_CPP_BACKEND
+        asks for a backend that the operator doesn't have there.
 
     Initialises no device.
 

@@ -122,7 +122,7 @@ class operator:
     float64: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the reference.
     On CUDA Inductor contracts a product with a sum after it, of this operator or the next."""
     triton: bool | str = False
-    """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of the module that has it."""
+    """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of such a module."""
     public: bool = True
     """False for what only derivatives call."""
     fake: Callable | None = None
@@ -239,7 +239,7 @@ class Operator:
 
         if self.declared.signature:
             return Signature.read(self.declared.signature, self.schema)
-        # This package's, which are Python modules too, and those that extension_cpp.jit and torch.ops.load_library loaded.
+        # This package's, which are Python modules too, and those of extension_cpp.jit and torch.ops.load_library.
         libraries = dict.fromkeys(map(str, [*_loader.libraries.values(), *torch.ops.loaded_libraries]))
         for library in libraries:
             if line := _ask(library)(self.qualified.encode()):
