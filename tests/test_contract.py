@@ -509,7 +509,8 @@ def test_sizes_that_the_signature_lacks(name):
     try:
         with pytest.raises(RuntimeError, match=f"^fault_{name}_size: {name} must name sizes of its signature, got Q"):
             _ = declared.signature
-    finally:  # What goes through all operators stops at it.
+        assert [*declared.default.tags] == [torch.Tag.pt2_compliant_tag]  # For who asks all operators of a process.
+    finally:
         del _backends.operators[f"fault_{name}_size"]
 
 
