@@ -70,6 +70,7 @@ def test_example_that_is_declared(cache):
     assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) >= 8, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_example_through_setuptools(cache, tmp_path):
     folder = Path(shutil.copytree(EXAMPLES, tmp_path / "example"))
     done = run(folder / "setup.py", cache, "build_ext", "--inplace")
@@ -113,6 +114,7 @@ def test_a_checkout_that_was_not_compiled(sources, cache):
     assert flags.returncode == 0 and flags.stdout.splitlines()[0] != first.stdout.splitlines()[0]
 
 
+@pytest.mark.long
 def test_in_place_of_a_compiled_build(sources, cache):
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     variables = environment(cache, USE_CUDA="0", **QUICK)
