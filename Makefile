@@ -41,7 +41,7 @@ define lint-and-test
 endef
 
 test:
-	@echo "make test: compiles, lints and tests; usually eight minutes on two cores, and two more to make $(VENV) first"
+	@echo "make test: compiles, lints and tests; usually seven minutes on two cores, and two more to make $(VENV) first"
 	$(call lint-and-test,not packages and not long)
 
 # Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.

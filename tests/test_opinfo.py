@@ -25,6 +25,7 @@ from test_contract import (
 )
 from torch import Tensor
 
+from extension_cpp._features import TORCH
 from extension_cpp.ops import _backends
 from extension_cpp.testing import (
     DEVICES,
@@ -341,6 +342,8 @@ MORE = {"test_transforms": {"length": 1}, "test_after_a_transform": {"made_by": 
 
 @pytest.mark.parametrize("check", FAULTS)
 def test_fault_is_caught(check, monkeypatch):
+    if check == "test_after_a_transform" and TORCH >= (2, 14):
+        pytest.skip("from torch 2.14 on, it is PyTorch itself that finds what such a tensor was made of")
     for contract in (HEALTHY, FAULTS[check]):
         monkeypatch.setitem(CONTRACTS, contract.op.name, contract)
     call = globals()[check]
