@@ -47,12 +47,12 @@ test:
 # Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.
 test-all:
 	@echo "make test-all: compiles, lints and tests; usually half an hour on two cores"
-	$(call lint-and-test,not packages)
+	$(call lint-and-test,not packages or long)
 
 # Of what `make package VARIANT=all` makes, beyond the tests that the packages carry.
 test-packages: build
 	$(MAKE) package VARIANT=all
-	$(PYTEST) -m packages tests/checkout
+	$(PYTEST) -m "packages and not long" tests/checkout
 
 # Writes the table of what each operator has, by its declaration and the tests.
 features: build

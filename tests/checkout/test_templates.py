@@ -209,6 +209,7 @@ class TestDistribution:
         assert changed == there
         assert (made.path / "csrc" / "common" / "check.h").read_text().endswith("// Better, for ops.\n")
 
+    @pytest.mark.long
     def test_package_next_to_the_original(self, packages, original, tmp_path):
         """Built with CUDA, tested, and installed by a solver: both packages' operators in one process."""
         channels = {"CHANNEL": (ROOT / "dist" / "channel").as_uri(), "RATTLER_CACHE_DIR": str(ROOT / "dist" / "cache")}
