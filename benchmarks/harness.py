@@ -279,7 +279,7 @@ def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
     described = {
         "op": case.op,
         "case": case.name,
-        "kind": case.workload,  # By this name since the first results.
+        "workload": case.workload,
         "dtype": dtype_name(case.dtype),
         "size": case.size,
         **({"x": case.x, "axis": case.axis, "draw": case.draw} if case.x is not None else {}),

@@ -19,7 +19,7 @@ from benchmarks.harness import OURS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-SCHEMA = 2
+SCHEMA = 3
 GENERATED = ("benchmarks/results", "benchmarks/pictures", "benchmarks/README.md", "README.md")
 
 

@@ -45,7 +45,7 @@ def chosen(results: Results) -> dict[tuple[str, str], list[dict]]:
     """The cases of the README's table, by operator and workload: the end of the first curve, or the only case."""
     workloads: dict[tuple[str, str], list[list[dict]]] = {}
     for case in results.cases(whole=True).values():
-        workloads.setdefault((case[0]["op"], case[0]["kind"]), []).append(case)
+        workloads.setdefault((case[0]["op"], case[0]["workload"]), []).append(case)
     picked = {}
     for key, cases in workloads.items():
         curve = [case for case in cases if "x" in case[0] and case[0]["dtype"] == cases[0][0]["dtype"]]

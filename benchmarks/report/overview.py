@@ -21,7 +21,7 @@ def ratios(results: Results) -> dict[tuple[str, str], list[float]]:
     """How many times longer than ours the best peer takes, by operator and workload."""
     found: dict[tuple[str, str], list[float]] = {}
     for cell in results.cells():
-        found.setdefault((cell["op"], cell["kind"]), []).append(cell["ratio"])
+        found.setdefault((cell["op"], cell["workload"]), []).append(cell["ratio"])
     return found
 
 

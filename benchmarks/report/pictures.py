@@ -100,7 +100,7 @@ def curves(results: Results, op: str) -> dict[tuple[str, str], Records]:
     found: dict[tuple[str, str], Records] = {}
     for record in results.records:
         if record["op"] == op and "x" in record:
-            found.setdefault((record["kind"], record["dtype"]), []).append(record)
+            found.setdefault((record["workload"], record["dtype"]), []).append(record)
     return {key: records for key, records in found.items() if len({record["x"] for record in records}) > 1}
 
 
@@ -167,7 +167,7 @@ def draw_curve(axes: Axes, results: Results, records: Records, hues: dict[str, s
     if limits:
         axes.plot(*zip(*limits), color=COLOURS["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         ends.append(("machine's limit", limits[-1][1], COLOURS["faint"], "normal"))
-    axes.set_title(f"{first['kind']}, {first['dtype']}", pad=7)
+    axes.set_title(f"{first['workload']}, {first['dtype']}", pad=7)
     scale(axes, records, max(height for _, height in limits + drawn))
     to_axes = axes.transScale + axes.transLimits
     heights = [to_axes.transform((1, height))[1] for _, height, _, _ in ends]

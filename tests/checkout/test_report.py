@@ -75,7 +75,7 @@ def test_the_worst_cell_of_each_operator():
     """Next to the median; a cell that is below its best peer is counted, and its reason is given."""
 
     def case(op: str, ratio: float, **more) -> list[dict]:
-        described = {"op": op, "case": f"at {ratio}", "kind": "", **more}
+        described = {"op": op, "case": f"at {ratio}", "workload": "", **more}
         peer = {"contender": "peer", "ratio": ratio, **described}
         return [{"contender": "extension_cpp", **described}, peer, {**peer, "contender": "slow peer", "ratio": 9}]
 
