@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import extension_cpp
 from extension_cpp._features import TORCH
 from extension_cpp.ops import _sharding
 from extension_cpp.ops._operator import operator
@@ -190,6 +191,26 @@ def check_training(product: Callable, mesh: Any) -> None:
     compare(gradients(sharded, x.chunk(2)[dist.get_rank()]), want, "FSDP2")
 
 
+def check_images(mesh: Any) -> None:
+    """batched_nms on a batch of images that is sharded: each process keeps boxes of its own images, as one process does."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def keep(boxes: Tensor, scores: Tensor) -> Tensor:
+        images, n = scores.shape
+        image = torch.arange(images, device=scores.device).repeat_interleave(n)
+        return extension_cpp.batched_nms(boxes.flatten(0, 1), scores.flatten(), image, 0.5)
+
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.rand(4, 30, 2, generator=generator)
+    boxes, scores = torch.cat([corners, corners + 0.3], 2), torch.rand(4, 30, generator=generator)
+    sharded = [distribute_tensor(t.to(mesh.device_type), mesh, [Shard(0)]) for t in (boxes, scores)]
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, keep(*(t.to_local() for t in sharded)).cpu() + 60 * dist.get_rank())
+    want = keep(boxes, scores)
+    assert 4 < len(want) < 120
+    assert torch.equal(torch.cat(parts).sort()[0], want.sort()[0])
+
+
 def work(rank: int, store: str, device: str) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
@@ -202,6 +223,7 @@ def work(rank: int, store: str, device: str) -> None:
     with torch.device(device):
         check_placements(ops, mesh)
         check_training(ops["sharded_product"], mesh)
+    check_images(mesh)
     for contract in contracts(HERE):
         args = contract.smallest(contract.small_samples(device))
         if contract.op.dynamic_size:
