@@ -1,6 +1,7 @@
 """The recipe, the local channel and `make package`: what they make, and what they say when something is wrong."""
 
 import asyncio
+import base64
 import errno
 import hashlib
 import json
@@ -74,13 +75,20 @@ def quiet_log(folder: Path, name: str = "log") -> Log:
     return Log(folder / name, type("Quiet", (), {"update": lambda self, text: None})(), name)
 
 
+def render(folder: Path, **options) -> subprocess.CompletedProcess:
+    """What the engine's command line makes of the recipe: of its interfaces this one leaves out what is skipped."""
+    recipe = [str(ROOT / "recipe" / "recipe.yaml")]
+    program = "import json, sys; from rattler_build.cli_api import build_recipes; build_recipes(**json.load(sys.stdin))"
+    given = json.dumps({"recipes": recipe, "render_only": True, **options})
+    return subprocess.run([sys.executable, "-c", program], input=given, capture_output=True, text=True, cwd=folder)
+
+
 class TestRecipe:
     # Compiler, C library, and how conda-forge's global pinning names the compiler.
     PLATFORMS: ClassVar = {
         "linux-64": ("gxx_linux-64", "sysroot_linux-64 2.28.*", "gxx"),
         "linux-aarch64": ("gxx_linux-aarch64", "sysroot_linux-aarch64 2.28.*", "gxx"),
         "osx-arm64": ("clangxx_osx-arm64", "macosx_deployment_target_osx-arm64 11.0.*", "clangxx"),
-        "win-64": ("vs2022_win-64", "vs_win-64", "vs2022"),
     }
 
     @pytest.mark.parametrize("platform", PLATFORMS)
@@ -103,18 +111,25 @@ class TestRecipe:
         for proc, recipe in by_proc.items():
             cuda = f"{proc[4:6]}.{proc[6:]}" if proc != "cpu" else ""
             build = f"pytorch * {'cuda' if cuda else 'cpu'}*"
+            cross = ["python", f"cross-python_{platform}"] if platform != "linux-64" else []
+            arm = ["arm-variant * sbsa"] if cuda and platform == "linux-aarch64" else []
             nvcc = f"cuda-nvcc_{platform}"
             needs = recipe["requirements"]
             compilers = [f"{compiler} 14.*" if pinned else compiler, stdlib, "ninja"]
-            assert needs["build"] == [*compilers, *([f"{nvcc} {cuda}.*"] if cuda else [])]
+            assert needs["build"] == [*compilers, *([f"{nvcc} {cuda}.*"] if cuda else []), *arm, *cross]
             assert needs["host"] == [
-                *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch >=2.10", build),
+                *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch 2.10.*", "libtorch"),
+                *(build, f"lib{build.removeprefix('py')}"),
                 *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
             ]
             driver = [f"__cuda >={cuda[:2]}"] if cuda else []
             assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver, "rich"]
-            ignored = ["pytorch", "libtorch", *(["cuda-cudart-dev", nvcc] if cuda else [])]
-            assert needs["ignore_run_exports"] == {"from_package": ignored}
+            ignored = {"from_package": ["pytorch", "libtorch", *(["cuda-cudart-dev"] if cuda else [])]}
+            assert needs["ignore_run_exports"] == ({"by_name": ["cuda-version"], **ignored} if cuda else ignored)
+            licenses = "BSD-3-Clause" + " AND LicenseRef-NVIDIA-End-User-License-Agreement" * bool(cuda)
+            files = ["LICENSE", *(["licenses/cuda-runtime.txt"] if cuda else [])]
+            assert (recipe["about"]["license"], recipe["about"]["license_file"]) == (licenses, files)
+            assert "libcudart_static.a" in (ROOT / files[-1]).read_text() or not cuda
             number = 200 + int(cuda[:2]) if cuda else 0
             assert re.fullmatch(rf"{proc}_h[0-9a-f]{{7}}_{number}", recipe["build"]["string"])
             assert recipe["build"]["number"] == number
@@ -135,16 +150,18 @@ class TestRecipe:
         listed = {"python": [name for name, _ in pythons], "is_python_min": [least for _, least in pythons]}
         pins = {**listed, "is_abi3": [abi3], "zip_keys": [["python", "is_python_min"]]}
         (tmp_path / "pins.yaml").write_text(yaml.safe_dump(pins))
-        # Of the engine's interfaces this one leaves out what is skipped.
-        program = f"""
-from rattler_build.cli_api import build_recipes
-build_recipes([{str(ROOT / "recipe" / "recipe.yaml")!r}], render_only=True, variant_config=[{str(tmp_path / "pins.yaml")!r}])
-"""
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+        done = render(tmp_path, variant_config=[str(tmp_path / "pins.yaml")])
         assert done.returncode == 0, done.stderr
         found = re.findall(r'"build_string": "(cpu|cuda\d+)_', done.stdout)
         assert sorted(found) == sorted(["cpu", "cuda129", "cuda130"] * (1 if abi3 else 2))
         assert done.stdout.count('"version_independent": true') == (3 if abi3 else 0)
+
+    def test_windows_is_skipped(self, tmp_path):
+        """By the engine's command line, which knows of skip."""
+        done = render(
+            tmp_path, target_platform="win-64", variant_overrides={"c_stdlib": ["vs"], "c_stdlib_version": ["2022"]}
+        )
+        assert done.returncode == 0 and "build_string" not in done.stdout, done.stderr
 
     def test_conda_forges_tools_can_rewrite_it(self):
         """The updater rewrites the first context key that begins with build_; the linter renders without variables."""
@@ -155,7 +172,8 @@ build_recipes([{str(ROOT / "recipe" / "recipe.yaml")!r}], render_only=True, vari
 
     def test_temporary_files_have_a_folder_of_their_own(self):
         """What pytest and torch.compile call theirs in /tmp is the same for every user of the engine."""
-        (script,) = (test["script"] for test in yaml.safe_load(RECIPE_TEXT)["tests"] if "script" in test)
+        scripts = [test["script"] for test in yaml.safe_load(RECIPE_TEXT)["tests"] if "script" in test]
+        (script,) = (lines for lines in scripts if any("pytest" in line for line in lines))
         at = next(i for i, line in enumerate(script) if 'TMPDIR="$(mktemp -d)"' in line)
         assert 'rm -rf "$TMPDIR"' in script[at] and not [line for line in script[:at] if "python " in line]
 
@@ -195,7 +213,22 @@ class TestPackage:
         assert not [spec for spec in loaded.depends if re.match(r"(lib)?torch.*2\.1[34]|python_abi|cuda-", spec)]
         assert [spec for spec in loaded.depends if "__cuda" in spec] == (["__cuda >=13"] if cuda else [])
         assert any(spec.startswith("libstdcxx >=") for spec in loaded.depends)
-        assert loaded.license == "BSD-3-Clause" and loaded.test_count == 2  # Its contents are tested while building.
+        assert (
+            "NVIDIA" in loaded.license
+        ) == cuda and loaded.test_count == 3  # Its contents are tested while building.
+
+    def test_record(self, made, tmp_path):
+        """Each hash that it has is that of the installed file, and it names no file that is not there."""
+        unpack(made, tmp_path)
+        site = tmp_path / "unpacked" / "site-packages"
+        files = {path.relative_to(site).as_posix(): path for path in site.rglob("*") if path.is_file()}
+        (record,) = (path for name, path in files.items() if name.endswith(".dist-info/RECORD"))
+        lines = [line.split(",") for line in record.read_text().splitlines()]
+        assert sorted(name for name, _, _ in lines) == sorted(files)
+        for name, digest, size in lines:
+            content = files[name].read_bytes()
+            found = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+            assert (digest, size) in (("", ""), (f"sha256={found}", str(len(content)))), name
 
     def test_modes(self, made):
         """Whatever the builder's umask is."""
@@ -485,7 +518,11 @@ class TestAnotherCuda:
         channel, digests = made
         names = {path.name.removesuffix(".conda") for path in (channel.root / "linux-64").glob("*.conda")}
         for cuda, name in (("13.0", "cuda130"), ("13.7", "cuda137")):
-            wanted = {f"pytorch-2.14.0-{name}_generic_py311_h0000000_0"}
+            wanted = {
+                f"pytorch-2.14.0-{name}_generic_py311_h0000000_200",
+                f"pytorch-gpu-2.14.0-{name}_generic_h0000000_200",
+            }
+            wanted |= {f"libtorch-2.14.0-{name}_generic_h0000000_200"}
             wanted |= {f"{tool}-{cuda}.88-h0_0" for tool in ("cuda-nvcc-tools", "cuda-crt-dev_linux-64")}
             assert wanted <= names, names
             assert [each for each in names if each.startswith(f"cuda-nvcc_linux-64-{cuda}.88-")]
