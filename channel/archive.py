@@ -60,6 +60,7 @@ class Package:
     depends: Sequence[str] = ()
     constrains: Sequence[str] = ()
     run_exports: dict[str, list[str]] = field(default_factory=dict)
+    number: int = 0
 
     @property
     def stem(self) -> str:
@@ -68,7 +69,7 @@ class Package:
     def info(self, paths: list[dict]) -> dict[str, object]:
         """The files below info/."""
         index: dict[str, object] = {
-            **{"name": self.name, "version": self.version, "build": self.build, "build_number": 0},
+            **{"name": self.name, "version": self.version, "build": self.build, "build_number": self.number},
             **{"subdir": self.subdir, "depends": list(self.depends), "constrains": list(self.constrains)},
             "timestamp": TIME * 1000,
         }

@@ -25,7 +25,7 @@ import rattler_build
 from filelock import FileLock
 
 from channel.archive import File, Package, index_json, with_bytecode, write
-from channel.pins import Cuda, Pin, Pins
+from channel.pins import TORCH, Cuda, Pin, Pins, meta
 from channel.wheels import DownloadError, Wheel, download
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -74,7 +74,7 @@ class LocalChannel:
         found = []
         seen: set[tuple[str, str, str]] = set()
         for cuda, pins in self.pins.groups(sorted(cudas)):
-            wanted = {(name, pin.version, build_of(name, cuda)): pin for pin in pins for name in names_of(pin)}
+            wanted = {(name, pin.version, build_of(name, cuda)): pin for pin in pins for name in pin.packages(cuda)}
             lacking = list(dict.fromkeys(pin for key, pin in wanted.items() if key not in seen and not self.has(*key)))
             seen |= wanted.keys()
             found += [(cuda, lacking)] if lacking else []
@@ -200,7 +200,11 @@ class LocalChannel:
         wheel = Wheel(path, self.pins.python)
         needs_cuda = [cuda.requirement] if cuda else []
         plain = partial(Package, pin.name, pin.version)
-        for dev in names_of(pin)[1:]:
+        if pin.name == "pytorch":
+            self.make_torch(pin, wheel, cuda, work, compilers)
+            path.unlink()
+            return
+        for dev in pin.packages(cuda)[1:]:
             self.write(work, wheel.toolkit(), Package(dev, pin.version, "h0_0", SUBDIR, needs_cuda))
         if cuda and pin in self.pins.cuda[cuda].compiler:
             self.write(work, wheel.toolkit(), plain("h0_0", SUBDIR, needs_cuda))
@@ -208,17 +212,44 @@ class LocalChannel:
             depends = [f"python {wheel.metadata.requires_python or '>=3.10'}", *wheel.requirements(self.pins, cuda)]
             self.write(work, wheel.files(), plain("pyhd8ed1ab_0", "noarch", depends))
         else:
-            tag = self.pins.tag
-            depends = [f"python {self.pins.python}.*", self.python_abi, *wheel.requirements(self.pins, cuda)]
-            build, exports = f"{tag}h0000000_0", {}
-            if pin.name == "pytorch":
-                build = f"{build_of(pin.name, cuda)}generic_{tag}_h0000000_0"
-                depends += ["libstdcxx", *needs_cuda, *(["__cuda"] if cuda else [])]
-                # As conda-forge's; recipes on the stable ABI ignore them.
-                exports = {"weak": [f"pytorch {pin.version}.*", f"libtorch {pin.version}.*"]}
             files = with_bytecode(list(wheel.files()), compilers, sys.implementation.cache_tag)
-            self.write(work, files, plain(build, SUBDIR, depends, run_exports=exports))
+            self.write(work, files, plain(f"{self.pins.tag}h0000000_0", SUBDIR, self.requirements(wheel, cuda)))
         path.unlink()
+
+    def requirements(self, wheel: Wheel, cuda: Cuda | None) -> list[str]:
+        """Of a package for one Python."""
+        return [f"python {self.pins.python}.*", self.python_abi, *wheel.requirements(self.pins, cuda)]
+
+    def make_torch(self, pin: Pin, wheel: Wheel, cuda: Cuda | None, work: Path, compilers: Executor) -> None:
+        """conda-forge's split: the libraries, what Python needs in addition, and a name by which users ask for the build."""
+        number = 200 if cuda else 0
+        build, end = f"{build_of('pytorch', cuda)}generic", f"h0000000_{number}"
+        needs_cuda = [cuda.requirement] if cuda else []
+        only = [f"{name} {pin.version if name == meta(cuda) else '<0.0a0'}" for name in ("pytorch-cpu", "pytorch-gpu")]
+        needs = {
+            "libtorch": ["libstdcxx", *needs_cuda],
+            "pytorch": [
+                f"libtorch {pin.version} {build}_{end}",
+                *self.requirements(wheel, cuda),
+                *(["__cuda", *needs_cuda] if cuda else []),
+            ],
+            meta(cuda): [f"pytorch {pin.version} {build}*{number}"],
+        }
+        # Recipes on the stable ABI ignore them.
+        exports = {"weak": [f"pytorch {pin.version}.*", f"libtorch {pin.version}.*"]}
+        files = list(wheel.files())
+        others = [file for file in files if not is_library(file.path)]
+        content: dict[str, Iterable[File]] = {
+            "libtorch": [file for file in files if is_library(file.path)],
+            "pytorch": with_bytecode(others, compilers, sys.implementation.cache_tag),
+        }
+        for name in pin.packages(cuda):
+            constrains = [] if name == meta(cuda) else only
+            string = f"{build}_{self.pins.tag}_{end}" if name == "pytorch" else f"{build}_{end}"
+            for old in (self.root / SUBDIR).glob(f"{name}-{pin.version}-{build}*.conda"):  # of another build string
+                old.unlink()
+            package = Package(name, pin.version, string, SUBDIR, needs[name], constrains, exports, number)
+            self.write(work, content.get(name, ()), package)
 
     @property
     def python_abi(self) -> str:
@@ -261,21 +292,23 @@ class LocalChannel:
                 self.add(Path(path), result.platform)
 
     def pinning(self) -> dict[str, list[str]]:
-        """What conda-forge's global pinning says, for this channel."""
+        """What conda-forge's global pinning says, for this channel, which has one torch for each variant and one Python."""
         gcc, glibc = system_versions()
         major = gcc.split(".")[0]
         found = {"c_compiler_version": [major], "cxx_compiler_version": [major], "c_stdlib_version": [glibc]}
-        return {**self.pins.pinning, **found}
-
-
-def names_of(pin: Pin) -> list[str]:
-    """The packages that a wheel becomes: Python finds CUDA's runtime in one place, nvcc its headers in another."""
-    return [pin.name, *([f"cuda-cudart-dev_{SUBDIR}"] if pin.name == "cuda-cudart" else [])]
+        only = {"host_pytorch": ["*"], "oldest_python": [self.pins.python]}
+        return {**self.pins.pinning, **found, **only}
 
 
 def build_of(name: str, cuda: Cuda | None) -> str:
-    """How the build string begins of the one package that has several builds of a version."""
-    return "" if name != "pytorch" else f"{cuda.name}_" if cuda else "cpu_"
+    """How the build string begins of the packages that have several builds of a version: those of PyTorch."""
+    return "" if name not in TORCH else f"{cuda.name}_" if cuda else "cpu_"
+
+
+def is_library(path: str) -> bool:
+    """Whether a file of torch's wheel is in conda-forge's libtorch: what C++ needs of it."""
+    _, _, inside = path.partition("/site-packages/torch/")
+    return inside.startswith(("lib/", "include/", "share/")) and "libtorch_python" not in inside
 
 
 def sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ import yaml
 from packaging.utils import canonicalize_name
 
 FILE = Path(__file__).parent / "pins.yaml"
+TORCH = ("libtorch", "pytorch", "pytorch-cpu", "pytorch-gpu")  # What conda-forge makes of PyTorch.
 
 
 @dataclass(frozen=True, order=True)
@@ -53,6 +54,13 @@ class Pin:
     def version(self) -> str:
         """Without the local part: 2.13.0 for PyPI's 2.13.0+cpu."""
         return self.full_version.split("+")[0]
+
+    def packages(self, cuda: Cuda | None) -> list[str]:
+        """The names of the packages that the wheel becomes: its own, and what conda-forge has apart from it."""
+        if self.name == "pytorch":
+            return ["pytorch", "libtorch", meta(cuda)]
+        # Python finds CUDA's runtime in one place, nvcc its headers in another.
+        return [self.name, *(["cuda-cudart-dev_linux-64"] if self.name == "cuda-cudart" else [])]
 
 
 @dataclass(frozen=True)
@@ -106,12 +114,14 @@ class Pins:
 
     def packages(self, cuda: Cuda | None) -> set[tuple[str, str]]:
         """Names and versions of the packages that one variant needs in addition to those that all need."""
+        pins = (*self.cuda[cuda].libraries, *self.cuda[cuda].compiler) if cuda else self.cpu
+        found = {(name, pin.version) for pin in pins for name in pin.packages(cuda)}
         if cuda is None:
-            return {(pin.name, pin.version) for pin in self.cpu}
+            return found
         versions = self.cuda[cuda].versions
         nvcc, runtime = versions["cuda-nvcc-tools"], versions["cuda-cudart"]
         made = {"cuda-version": str(cuda), "cuda-nvcc_linux-64": nvcc, "cuda-cudart-dev": runtime}
-        return {*versions.items(), *made.items(), ("cuda-cudart-dev_linux-64", runtime)}
+        return {*found, *made.items()}
 
     def groups(self, cudas: list[Cuda]) -> Iterator[tuple[Cuda | None, tuple[Pin, ...]]]:
         """What is downloaded at a time: torch by itself, as it takes longest to write and the others come in the meantime."""
@@ -119,6 +129,11 @@ class Pins:
             pins = (*self.cuda[cuda].libraries, *self.cuda[cuda].compiler) if cuda else (*self.cpu, *self.wheels)
             yield cuda, tuple(pin for pin in pins if pin.wheel == "torch")
             yield cuda, tuple(pin for pin in pins if pin.wheel != "torch")
+
+
+def meta(cuda: Cuda | None) -> str:
+    """The package without files by which users ask for a build of PyTorch."""
+    return "pytorch-gpu" if cuda else "pytorch-cpu"
 
 
 def conda_name(wheel: str, names: dict[str, str]) -> str:
