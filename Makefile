@@ -1,18 +1,29 @@
-# Each target makes what it needs, in .venv and .venv-conda. From outside: PYTHON and TORCH pick what those are made of,
-# VARIANT and CHANNEL what `package` builds and against what; extension_cpp/_build.py lists the variables of the build.
+# Each target makes what it needs, in .venv and .venv-conda; in an activated conda environment that has PyTorch, as that of
+# environment.yml, everything runs there. From outside: PYTHON and TORCH pick what the former are made of, VARIANT and CHANNEL
+# what `package` builds and against what; extension_cpp/_build.py lists the variables of the build.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-VENV := .venv
-CONDA := .venv-conda/bin
-RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
-TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+ACTIVE := $(and $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/conda-meta/pytorch-[0-9]*.json))
+ifeq ($(ACTIVE),)
+BIN := .venv/bin
+CONDA := .venv-conda/bin
+READY := .venv/.ready
+INSTALLED := .venv/.installed
+else
+BIN := $(CONDA_PREFIX)/bin
+CONDA := $(BIN)
+READY := $(firstword $(ACTIVE))
+INSTALLED := build/installed/$(notdir $(CONDA_PREFIX))
+endif
+RUN := $(BIN)/python
+TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: test test-all test-packages features op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages features selection op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
-$(VENV)/.ready: pyproject.toml
-	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
-	$(PYTHON) -m venv $(VENV)
+.venv/.ready: pyproject.toml
+	@echo "making .venv, of PyTorch and the tools: usually two minutes"
+	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
 	touch $@
@@ -20,15 +31,15 @@ $(VENV)/.ready: pyproject.toml
 # ninja recompiles what has changed in csrc/ and nothing else. Not by pip, which keeps what a compiler says to itself; pip
 # only installs it, editable, so that Python files need no step.
 .PHONY: build libraries
-build: libraries $(VENV)/.installed
+build: libraries $(INSTALLED)
 
-libraries: $(VENV)/.ready
+libraries: $(READY)
 	@echo "compiling what has changed in csrc/: all of it takes half a minute, with CUDA minutes"
 	@$(TOOLS) $(RUN) setup.py --quiet build_ext --inplace
 
-$(VENV)/.installed: pyproject.toml extension_cpp/_version.py | libraries
+$(INSTALLED): pyproject.toml extension_cpp/_version.py $(if $(ACTIVE),$(READY)) | libraries
 	@$(TOOLS) $(RUN) -m pip install $(QUIET) --no-build-isolation --no-deps -e .
-	@touch $@
+	@mkdir -p $(@D) && touch $@
 
 # By file, as tests of one file share what they build; in the order of their folders, which has the longest first.
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 12
@@ -41,7 +52,7 @@ define lint-and-test
 endef
 
 test:
-	@echo "make test: compiles, lints and tests; usually seven minutes on two cores, and two more to make $(VENV) first"
+	@echo "make test: compiles, lints and tests; usually seven minutes on two cores, and two more to make .venv first"
 	$(call lint-and-test,not packages and not long)
 
 # Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.
@@ -58,6 +69,10 @@ test-packages: build
 features: build
 	$(RUN) tests/features.py
 
+# Writes the table of what solvers pick, in docs/install.md; with a conda on PATH by its solvers too, in some minutes.
+selection: $(READY)
+	$(RUN) tests/checkout/selection.py
+
 # A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent.
 op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
@@ -68,36 +83,36 @@ op: build
 
 # After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing. ALL=1
 # also checks what torch.compile and torch.export make of it.
-check: $(VENV)/.ready
+check: $(READY)
 	@$(TOOLS) $(RUN) -m templates.check "$(NAME)" $(if $(ALL),--all)
 
 # Operator NAME becomes TO, in its files; what else names it (documents, other modules) is not changed.
-op-rename: $(VENV)/.ready
+op-rename: $(READY)
 	$(RUN) -m templates.op rename "$(NAME)" --to "$(TO)"
 	@$(MAKE) --no-print-directory build
 
-op-remove: $(VENV)/.ready
+op-remove: $(READY)
 	$(RUN) -m templates.op remove "$(NAME)" $(if $(FORCE),--force)
 	@$(MAKE) --no-print-directory build
 
 # A distribution of your own: NAME, in the new folder DEST (README.md).
-new-distribution: $(VENV)/.ready
+new-distribution: $(READY)
 	$(RUN) -m copier copy --trust --data "name=$(NAME)" --defaults "$(CURDIR)" "$(DEST)"
 
 .PHONY: engine
 engine:
-	@$(PYTHON) package/prepare.py
+	@$(if $(ACTIVE),,$(PYTHON) package/prepare.py)
 
 package: engine
-	@PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m package
+	@PATH="$(abspath $(CONDA)):$$PATH" $(CONDA)/python -m package
 
 env: engine
-	@PATH="$(CURDIR)/$(CONDA):$$PATH" $(CONDA)/python -m package.env
+	@PATH="$(abspath $(CONDA)):$$PATH" $(CONDA)/python -m package.env
 
 # For PyPI: both libraries in one. The older the system that it is made on, the more systems can use it. Where there is no
 # nvcc, NVIDIA's wheels have one.
 NVCC := $(shell command -v nvcc)
-wheel: $(VENV)/.ready $(if $(NVCC),,build/nvcc/.ready)
+wheel: $(READY) $(if $(NVCC),,build/nvcc/.ready)
 	rm -rf dist/wheel
 	USE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
 	    $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
@@ -105,7 +120,7 @@ wheel: $(VENV)/.ready $(if $(NVCC),,build/nvcc/.ready)
 	$(TOOLS) $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist/wheel dist/wheel/made/*.whl
 
-build/nvcc/.ready: channel/pins.yaml | $(VENV)/.ready
+build/nvcc/.ready: channel/pins.yaml | $(READY)
 	rm -rf build/nvcc && mkdir -p build/nvcc
 	$(RUN) -m channel.pins > build/nvcc/wheels.txt
 	$(RUN) -m pip install $(QUIET) --no-deps --upgrade --target build/nvcc -r build/nvcc/wheels.txt
@@ -132,16 +147,16 @@ matrix: build
 	$(RUN) tests/checkout/matrix.py $(MATRIX)
 
 CSRC = $(shell find csrc -type f)
-lint: $(VENV)/.ready
+lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
-format: $(VENV)/.ready
+format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
-	$(VENV)/bin/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC)
 
 clean:
 	rm -rf build dist *.egg-info extension_cpp/*.so

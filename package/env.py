@@ -62,7 +62,8 @@ def main() -> int:
         console.print(f"[red]error:[/red] {error}", markup=True)
         return 1
     console.print(
-        f"{len(installed)} packages in {relative(dist / 'dev')}; use it with PATH={relative(dist / 'dev')}/bin:$PATH"
+        f"{len(installed)} packages in {relative(dist / 'dev')}; conda activate {relative(dist / 'dev')}, or without conda "
+        f"export CONDA_PREFIX={dist.resolve() / 'dev'} PATH={dist.resolve() / 'dev'}/bin:$PATH"
     )
     return 0
 

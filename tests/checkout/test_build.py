@@ -349,27 +349,58 @@ def test_the_first_line_says_what_is_built(checkout):
         assert f", architectures {listed}" in first and "to change it: TORCH_CUDA_ARCH_LIST=8.0, or all" in first
 
 
+def makes(folder: Path, environment: Path, fails: str, *targets: str, **variables: str) -> subprocess.CompletedProcess:
+    """What make runs where `environment` has programs that only say their names, and fail if their arguments have `fails`."""
+    shutil.copy(ROOT / "Makefile", folder)
+    (folder / "extension_cpp").mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "extension_cpp/_version.py"):
+        (folder / name).open("a").close()  # Its time stays that of the first call.
+    (environment / "bin").mkdir(parents=True, exist_ok=True)
+    for name in ("python", "clang-format"):
+        program = environment / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "ran $0 $*"\ncase "$*" in *{fails}*) exit 1;; esac\n')
+        program.chmod(0o755)
+    (environment / ".ready").touch()  # As a .venv has it.
+    # These tests run in a make, and perhaps in an environment of conda.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "CONDA"))}
+    return subprocess.run(["make", *targets], cwd=folder, env=alone | variables, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("failing", ["ruff", "pytest", "nothing"])
 def test_make_test_reports_lint_and_tests(tmp_path, failing):
-    """Whichever fails, with a line first that says what is done; here with programs that only say their names."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "extension_cpp").mkdir()
-    for name in ("pyproject.toml", "extension_cpp/_version.py"):
-        (tmp_path / name).touch()
-    scripts = tmp_path / ".venv" / "bin"
-    scripts.mkdir(parents=True)
-    for name in ("python", "clang-format"):
-        (scripts / name).write_text(f'#!/bin/sh\necho "ran $*"\ncase "$*" in *{failing}*) exit 1;; esac\n')
-        (scripts / name).chmod(0o755)
-    (tmp_path / ".venv" / ".ready").touch()
-    alone = {
-        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
-    }  # These tests run in one.
-    done = subprocess.run(["make", "test"], cwd=tmp_path, env=alone, capture_output=True, text=True)
+    """Whichever fails, with a line first that says what is done."""
+    done = makes(tmp_path, tmp_path / ".venv", failing, "test")
     assert (done.returncode == 0) == (failing == "nothing")
     assert re.match(r"make test: compiles, lints and tests; usually \w+ minutes", done.stdout), done.stdout
-    assert "ran -m ruff check" in done.stdout and "ran -m pytest" in done.stdout
+    assert "python -m ruff check" in done.stdout and "python -m pytest" in done.stdout
     assert ("make test: lint failed" in done.stdout and "make format" in done.stdout) == (failing == "ruff")
+
+
+def test_make_in_a_conda_environment(tmp_path):
+    """One that has PyTorch is what everything runs in; base, which is active in every shell of many users, is not."""
+    environment = tmp_path / "envs" / "dev"
+    (environment / "conda-meta").mkdir(parents=True)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    done = makes(checkout, checkout / ".venv", "nothing", "libraries", CONDA_PREFIX=str(environment))
+    assert "ran .venv/bin/python setup.py" in done.stdout
+    shutil.rmtree(checkout / ".venv")
+    record = environment / "conda-meta" / "pytorch-2.13.0-cpu_mkl_py312_h0000000_102.json"
+    record.touch()
+    for targets, ran in (
+        (("test",), ("setup.py --quiet build_ext", "-m pip install", "-m ruff check", "-m mypy", "-m pytest")),
+        (("bench",), ("-m benchmarks --save", "-m benchmarks.report")),
+        (("package",), ("-m package",)),
+        (("op", "NAME=a"), ("-m templates.op add a",)),
+    ):
+        done = makes(checkout, environment, "nothing", *targets, CONDA_PREFIX=str(environment))
+        assert done.returncode == 0, done.stdout + done.stderr
+        for each in ran:
+            assert f"ran {environment}/bin/python {each}" in done.stdout, done.stdout
+    assert not list(checkout.glob(".venv*"))
+    assert "-m pip install" not in done.stdout  # Once, as long as the environment is the same one.
+    os.utime(record, (2_000_000_000, 2_000_000_000))
+    assert "-m pip install" in makes(checkout, environment, "nothing", "build", CONDA_PREFIX=str(environment)).stdout
 
 
 @pytest.mark.long

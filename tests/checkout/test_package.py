@@ -720,11 +720,12 @@ class TestEnvironment:
 
     def test_cuda_is_one_option(self):
         with_cuda, without = env.specs(cuda=True), env.specs(cuda=False)
-        assert set(with_cuda) - set(without) == {"cuda-toolkit >=12.8,<14"}
+        assert set(with_cuda) - set(without) == {"cuda-toolkit >=12.8,<14", "cuda-cuobjdump"}
         assert "grep -v '# CUDA' environment.yml" in (ROOT / "environment.yml").read_text()
 
     def test_pins_agree_with_the_recipe(self):
-        recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text().replace("${{ python_min }}", "3.10"))
+        text = RECIPE_TEXT.replace("${{ python_min }}", "3.10").replace("${{ torch_min }}", "2.10")
+        recipe = yaml.safe_load(text)
         needs = recipe["requirements"]
         plain = [
             spec
@@ -738,8 +739,15 @@ class TestEnvironment:
         assert wanted["pytorch"] in needs["run"]
 
     def test_tools_agree(self):
-        """The engine's versions are pinned once; what environment.yml installs by pip is named there too."""
+        """What make installs into .venv and .venv-conda is in the environment too, under conda-forge's names."""
         environment = yaml.safe_load((ROOT / "environment.yml").read_text())
         (by_pip,) = (spec["pip"] for spec in environment["dependencies"] if isinstance(spec, dict))
-        pyproject = (ROOT / "pyproject.toml").read_text()
-        assert all(f'"{name}' in pyproject for name in by_pip)
+        there = {re.split("[ =<>]", spec)[0] for spec in (*env.specs(cuda=True), *by_pip)}
+        names = {"build": "python-build", "matplotlib": "matplotlib-base", "nvidia-cuda-cuobjdump": "cuda-cuobjdump"}
+        groups = prepare.tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+        for listed in groups.values():
+            for line in (line for line in listed if isinstance(line, str)):
+                name = re.split("[ =<>;]", line)[0]
+                assert names.get(name, name) in there, f"environment.yml has no {name}"
+        dev = " ".join(groups["dev"][2:])
+        assert all(re.split("[ =<>]", spec)[0] in dev for spec in by_pip)
