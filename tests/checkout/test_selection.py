@@ -1,292 +1,245 @@
-"""What the solver picks: machines that only exist here, against the metadata of the recipe. docs/install.md has the table."""
+"""What solvers pick: machines that only exist here, on conda-forge's metadata. docs/install.md has the table."""
 
 import asyncio
+import itertools
 import json
 import re
+import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import rattler
-import rattler.exceptions
 
 engine = pytest.importorskip("package.engine")
 
-ROOT = Path(__file__).parents[2]
+import conda_forge  # noqa: E402
+import selection  # noqa: E402
+from selection import CASES, CHANNELS, NAME, ROOT, Record, Unsolvable, environment, name_of, solve  # noqa: E402
+
+RESULTS = json.loads(selection.RESULTS.read_text())
+EMPTY = {"build": "0", "build_number": 0, "depends": []}
 
 
-class Case(NamedTuple):
-    have: str
-    type: str
-    get: str
-    cuda: str | None
-    """The newest CUDA that the machine's driver can run."""
-    wanted: tuple[str, ...]
-    build: str
-    """How the build string must begin, or what the error must name."""
-    pytorch: str = ""
-    """How pytorch's version and build string must begin."""
-    before: tuple[str, ...] = ()
-    """What was installed before, on a machine with a driver for CUDA 13.0."""
-    local: str = ""
-    """As `build`, of a channel that has no packages for CUDA 12."""
-
-
-INSTALL = "`conda install extension_cpp`"
-EXTENSION = ("extension_cpp",)
-CASES = [
-    Case("no NVIDIA driver", INSTALL, "CPU", None, EXTENSION, "cpu"),
-    Case("a driver for CUDA 13.0 or newer", INSTALL, "CUDA 13.0", "13.0", EXTENSION, "cuda130"),
-    Case("a driver for CUDA 13.0 or newer", INSTALL, "CUDA 13.0", "13.2", EXTENSION, "cuda130"),
-    Case("a driver for CUDA 13.0 or newer", INSTALL, "CUDA 13.0", "14.0", EXTENSION, "cuda130"),
-    Case(
-        "a driver for CUDA 12",
-        INSTALL,
-        "CUDA 12.9; CPU from a channel that has none for CUDA 12, as the local one",
-        "12.9",
-        EXTENSION,
-        "cuda129",
-        local="cpu",
-    ),
-    Case(
-        "a driver for CUDA 12",
-        INSTALL,
-        "CUDA 12.9; CPU from a channel that has none for CUDA 12, as the local one",
-        "12.4",
-        EXTENSION,
-        "cuda129",
-        local="cpu",
-    ),
-    Case(
-        "a driver, but you want CPU",
-        "`conda install 'extension_cpp=*=cpu*'`",
-        "CPU, and pytorch for CPU",
-        "13.0",
-        ("extension_cpp * cpu*",),
-        "cpu",
-        "2.14.1 cpu",
-    ),
-    Case(
-        "a driver, but you want CPU",
-        "`conda install extension_cpp 'pytorch=*=cpu*'`",
-        "CPU, and pytorch for CPU",
-        "13.0",
-        ("extension_cpp", "pytorch * cpu*"),
-        "cpu",
-        "2.14.1 cpu",
-    ),
-    Case(
-        "no driver, but you want CUDA",
-        "`conda install 'extension_cpp=*=cuda*'`",
-        "an error: there is no `__cuda`",
-        None,
-        ("extension_cpp * cuda*",),
-        "error: __cuda",
-    ),
-    Case(
-        "a driver for CUDA 12, but no package for it",
-        "`conda install 'extension_cpp=*=cuda*'`",
-        "an error: there is no `__cuda >=13`",
-        "12.4",
-        ("extension_cpp * cuda*",),
-        "cuda129",
-        local="error: __cuda >=13",
-    ),
-    Case(
-        "a CPU pytorch, and a driver",
-        INSTALL,
-        "CUDA 13.0, and pytorch becomes its CUDA build",
-        "13.0",
-        EXTENSION,
-        "cuda130",
-        "2.14.1 cuda130",
-        before=("pytorch 2.10.* cpu*",),
-    ),
-    Case(
-        "a CPU pytorch, no driver",
-        INSTALL,
-        "CPU, and pytorch stays as it is",
-        None,
-        EXTENSION,
-        "cpu",
-        "2.10.0 cpu",
-        before=("pytorch 2.10.* cpu*",),
-    ),
-    Case(
-        "a CUDA pytorch, and its driver",
-        INSTALL,
-        "CUDA, and pytorch stays as it is",
-        "13.0",
-        EXTENSION,
-        "cuda130",
-        "2.10.0 cuda130",
-        before=("pytorch 2.10.* cuda130*",),
-    ),
-    Case(
-        "a CUDA pytorch, and its driver",
-        INSTALL,
-        "CUDA, and pytorch stays as it is",
-        "13.0",
-        EXTENSION,
-        "cuda130",
-        "2.10.0 cuda129",
-        before=("pytorch 2.10.* cuda129*",),
-    ),
-    Case(
-        "a CUDA pytorch that must not become a CPU one",
-        "`conda install extension_cpp 'pytorch=*=cuda*'`",
-        "CUDA, or an error: there is no `__cuda >=13`",
-        "12.9",
-        ("extension_cpp", "pytorch * cuda*"),
-        "cuda129",
-        "2.10.0 cuda129",
-        before=("pytorch 2.10.* cuda129*",),
-        local="error: __cuda >=13",
-    ),
-    Case(
-        "a pytorch below 2.10",
-        INSTALL,
-        "what you would get without it, and pytorch is updated",
-        "13.0",
-        EXTENSION,
-        "cuda130",
-        "2.14.1 cuda130",
-        before=("pytorch 2.9.* cuda130*",),
-    ),
-    Case(
-        "a pytorch below 2.10 that must stay",
-        "`conda install extension_cpp 'pytorch=2.9'`",
-        "an error: it needs `pytorch >=2.10`",
-        "13.0",
-        ("extension_cpp", "pytorch 2.9.*"),
-        "error: pytorch >=2.10",
-        before=("pytorch 2.9.* cuda130*",),
-    ),
-]
-FOUND_LATER = Case(
-    "the CPU package, and a driver since",
-    "`conda update extension_cpp`",
-    "CUDA 13.0, and pytorch becomes its CUDA build",
-    "13.0",
-    EXTENSION,
-    "cuda130",
-    "2.14.1 cuda130",
-)
-NOTHING = Case(
-    "a driver that must not count", "`CONDA_OVERRIDE_CUDA= conda install extension_cpp`", "CPU", None, EXTENSION, "cpu"
-)
-ELSEWHERE = Case(
-    "no driver, but one where it will run",
-    "`CONDA_OVERRIDE_CUDA=13.0 conda install extension_cpp`",
-    "CUDA 13.0",
-    "13.0",
-    EXTENSION,
-    "cuda130",
-)
-
-
-def record(name: str, version: str, build: str = "0", depends: tuple = (), constrains: tuple = ()) -> dict:
-    number = int(build.rsplit("_")[-1])
-    fields = {"name": name, "version": version, "build": build, "build_number": number, "subdir": "linux-64"}
-    return {**fields, "depends": [*depends], "constrains": [*constrains], "sha256": "0" * 64, "size": 1, "timestamp": 1}
-
-
-def channel(folder: Path, procs: tuple[str, ...]) -> str:
-    """conda-forge as far as a solver needs it, with this recipe's packages for `procs`."""
-    records = [
-        record("python", "3.11.7"),
-        record("python", "3.12.1"),
-        record("rich", "15.0"),
-        record("pyelftools", "0.33"),
-    ]
-    for cuda in ("12.9", "13.0"):
-        records.append(record("cuda-version", cuda, constrains=(f"__cuda >={cuda.split('.')[0]}",)))
-    for version in ("2.9.1", "2.10.0", "2.14.1"):
-        records.append(record("pytorch", version, "cpu_generic_0", ("python >=3.11",)))
-        for cuda in ("12.9", "13.0"):
-            pin = f"cuda-version >={cuda},<{int(cuda[:2]) + 1}"
-            build = f"cuda{cuda.replace('.', '')}_generic_200"
-            records.append(record("pytorch", version, build, ("python >=3.11", "__cuda", pin)))
-    for variant, rendered in engine.Engine("", 0).render().items():
-        if variant.name in procs:
-            recipe = rendered.recipe.to_dict()
-            needs = tuple(recipe["requirements"]["run"])
-            records.append(record("extension_cpp", recipe["package"]["version"], recipe["build"]["string"], needs))
-    for subdir, listed in (("linux-64", records), ("noarch", [])):
-        (folder / subdir).mkdir()
-        packages = {f"{r['name']}-{r['version']}-{r['build']}.conda": r for r in listed}
-        index = {"info": {"subdir": subdir}, "packages": {}, "packages.conda": packages, "repodata_version": 1}
-        (folder / subdir / "repodata.json").write_text(json.dumps(index))
-    return folder.as_uri()
-
-
-@pytest.fixture(scope="module", params=["conda-forge", "local"])
+@pytest.fixture(scope="module", params=CHANNELS)
 def url(request, tmp_path_factory) -> str:
     """With all variants, and with those that the local channel can build."""
-    procs = ("cpu", "cuda129", "cuda130") if request.param == "conda-forge" else ("cpu", "cuda130")
-    return channel(tmp_path_factory.mktemp(request.param), procs)
+    return selection.channel(tmp_path_factory.mktemp("channel"), CHANNELS[request.param])
 
 
-def machine(cuda: str | None) -> list[rattler.GenericVirtualPackage]:
-    there = {"__unix": "0", "__linux": "6.1", "__glibc": "2.36", **({"__cuda": cuda} if cuda else {})}
-    build = rattler.package.build_string.BuildString("0")
-    return [
-        rattler.GenericVirtualPackage(rattler.PackageName(name), rattler.Version(version), build)
-        for name, version in there.items()
-    ]
+def test_rows():
+    assert selection.picks("pixi") == RESULTS["pixi"]["picks"], "make selection"
 
 
-def solve(url: str, specs: tuple[str, ...], cuda: str | None, installed: list = ()) -> list[rattler.RepoDataRecord]:
-    platforms = ["linux-64", "noarch"]
-    there = {"virtual_packages": machine(cuda), "locked_packages": list(installed)}
-    return asyncio.run(rattler.solve([url], list(specs), platforms=platforms, **there))
-
-
-def check(records: list[rattler.RepoDataRecord], build: str, pytorch: str) -> None:
-    found = {r.name.normalized: f"{r.version} {r.build!s}" for r in records}
-    ours, theirs = found["extension_cpp"].split(" ")[1], found["pytorch"].split(" ")[1]
-    assert ours.startswith(f"{build}_"), found
-    assert found["pytorch"].startswith(pytorch), found
-    assert ours.startswith("cuda") == theirs.startswith("cuda"), f"half CPU, half CUDA: {found}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.have}, {case.cuda}")
-def test_selection(url, case):
-    build = case.local if case.local and "local" in url else case.build
-    before = solve(url, case.before, "13.0") if case.before else []
-    # What was installed by name stays wanted.
-    wanted = (*case.wanted, *(("pytorch",) if before and not any("pytorch" in spec for spec in case.wanted) else ()))
-    if build.startswith("error: "):
-        with pytest.raises(rattler.exceptions.SolverError) as error:
-            solve(url, wanted, case.cuda, before)
-        assert build.removeprefix("error: ") in str(error.value), str(error.value)
-    else:
-        check(solve(url, wanted, case.cuda, before), build, "" if case.local else case.pytorch)
-
-
-def test_a_driver_appears_and_disappears(url):
-    """An update moves to CUDA with pytorch, and back."""
-    first = solve(url, EXTENSION, None)
-    check(first, "cpu", "2.14.1 cpu")
-    others = [r for r in first if r.name.normalized != "extension_cpp"]
-    second = solve(url, FOUND_LATER.wanted, FOUND_LATER.cuda, others)
-    check(second, FOUND_LATER.build, FOUND_LATER.pytorch)
-    check(solve(url, EXTENSION, None, second), "cpu", "2.14.1 cpu")
-
-
-@pytest.mark.parametrize("case", [NOTHING, ELSEWHERE], ids=lambda case: case.have)
-def test_override(url, case, monkeypatch):
-    """The variable by which users and builds tell the solver which driver to think of."""
-    monkeypatch.setenv("CONDA_OVERRIDE_CUDA", case.cuda or "")
-    check(asyncio.run(engine.solve([url], list(case.wanted))), case.build, case.pytorch)
+@pytest.mark.long
+@pytest.mark.parametrize("solver", selection.CONDA_SOLVERS)
+def test_rows_by_conda(solver):
+    if solver not in selection.conda_solvers():
+        pytest.skip(f"no conda with the solver {solver} on PATH")
+    assert solver in RESULTS and selection.picks(solver) == RESULTS[solver]["picks"], "make selection"
 
 
 def test_the_table_of_the_document():
-    """Each row of it is a case above, and each case a row."""
-    text = (ROOT / "docs" / "install.md").read_text()
-    rows = [f"| {case.have} | {case.type} | {case.get} |" for case in [*CASES, FOUND_LATER, NOTHING, ELSEWHERE]]
-    table = text.split("| you have | you type | you get |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
-    assert sorted(set(rows)) == sorted(table)
+    page = selection.PAGE.read_text()
+    assert selection.with_table(page, RESULTS) == page, "make selection"
+
+
+DRIVERS = ("", "12.0", "12.2", "12.4", "12.6", "12.8", "12.9", "13.0", "13.1", "13.2")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+THERE = {
+    "nothing": (),
+    "CPU": ("pytorch=2.11.0=cpu*",),
+    "CUDA 12.9": ("pytorch=2.12.1=cuda129*",),
+    "CUDA 13.0": ("pytorch=2.12.1=cuda130*",),
+    "old": ("pytorch=2.9.1",),
+}
+ASKED = (NAME, f"{NAME}=*=cpu*", f"{NAME}=*=cuda*")
+MACHINES = [
+    (driver, PYTHONS[at % (len(PYTHONS) - (there == "old"))], there, asked)  # That was not built for the newest.
+    for at, (driver, there, asked) in enumerate(itertools.product(DRIVERS, THERE, ASKED))
+]
+
+
+def major(cuda: str) -> int:
+    """Of 13.0 or CUDA 13.0; 0 for none."""
+    found = re.search(r"(\d+)\.", cuda)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize(("driver", "python", "there", "asked"), MACHINES)
+def test_machines(url, driver, python, there, asked):
+    """Whatever the machine is: what is installed works on it, and nothing else changed without a reason."""
+    has = [cuda for cuda in (12, 13) if any(proc.startswith(f"cuda{cuda}") for proc in procs_of(url))]
+    usable = [cuda for cuda in has if cuda <= major(driver)]
+    # pytorch was installed where there was a driver for it.
+    before = solve(url, [f"python={python}", *THERE[there]], driver if there in ("nothing", "old") else "13.2")
+    wanted = [f"python={python}", *(["pytorch"] if THERE[there] else []), asked]
+    if asked.endswith("cuda*") and not usable:
+        with pytest.raises(Unsolvable, match="__cuda"):
+            solve(url, wanted, driver, before)
+        return
+    after, was = environment(solve(url, wanted, driver, before)), environment(before)
+    ours, theirs = after[NAME].cuda, after["pytorch"].cuda
+    assert (ours == "CPU") == (theirs == "CPU"), f"half CPU, half CUDA: {after}"
+    assert max(major(ours), major(theirs)) <= major(driver), f"no driver for it: {after}"
+    if asked.endswith("*"):
+        assert (ours == "CPU") == asked.endswith("cpu*")
+    elif there == "nothing":
+        assert major(ours) == max(usable, default=0)
+    assert after["python"] == was["python"]
+    if there not in ("nothing", "old"):
+        works = major(there) <= major(driver) and (there == "CPU" or bool(usable))
+        asks_for_other = (asked.endswith("cuda*") and there == "CPU") or (asked.endswith("cpu*") and there != "CPU")
+        assert (after["pytorch"] == was["pytorch"]) == (works and not asks_for_other)
+
+
+def procs_of(url: str) -> list[str]:
+    index = json.loads((Path(url.removeprefix("file://")) / "linux-64" / "repodata.json").read_text())
+    return [each["build"] for each in index["packages.conda"].values() if each["name"] == NAME]
+
+
+def test_there_are_many_machines():
+    assert len(MACHINES) >= 100 and {python for _, python, _, _ in MACHINES} == set(PYTHONS)
+
+
+class TestBuild:
+    """The environments of conda-forge's builds."""
+
+    HOST = ("pip", "setuptools", "cuda-cudart-dev")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, tmp_path_factory) -> str:
+        others = [{"name": name, "version": "80.0", **EMPTY} for name in cls.HOST]
+        return conda_forge.write(tmp_path_factory.mktemp("host"), others)
+
+    def host(self, variant: engine.Variant, python: str) -> list[str]:
+        needs = engine.Engine("", 0).render()[variant].recipe.requirements.to_dict()["host"]
+        return [f"python {python}.*" if spec == "python" else spec for spec in needs]
+
+    @pytest.mark.parametrize("cuda", ["None", "12.9", "13.0"])
+    def test_against_the_oldest_torch(self, url, cuda):
+        variant = engine.Variant.of(cuda)
+        found = environment(solve(url, self.host(variant, "3.10"), variant.driver))
+        assert found["pytorch"].version == found["libtorch"].version == "2.10.0"
+        assert found["libtorch"].build.startswith(f"{variant.name}_") and found["python"].version.startswith("3.10.")
+
+    def test_other_pythons_can_not_build(self, url):
+        """For which the recipe is skipped."""
+        with pytest.raises(Unsolvable, match="python"):
+            solve(url, self.host(engine.Variant.of("None"), "3.11"), "")
+
+
+class TestStandIn:
+    def test_closed(self):
+        """Each requirement is of a package that is there, or of the machine; each pytorch has its build of libtorch."""
+        records = conda_forge.load()["records"]
+        names = {each["name"] for each in records}
+        needs = {spec for each in records for spec in each["depends"]}
+        assert {name for spec in needs if not (name := spec.split(" ")[0]).startswith("__")} <= names
+        assert names == set(conda_forge.PACKAGES)
+        there = {f"{each['name']} {each['version']} {each['build']}" for each in records}
+        assert {spec for spec in needs if spec.startswith("libtorch ")} <= there
+
+    def test_rendering(self, tmp_path, monkeypatch):
+        """Selectors, Jinja, pins and exports, of a feedstock as git has it; and no other label's builds."""
+        feedstock = tmp_path / "pytorch-cpu-feedstock"
+        (feedstock / ".ci_support").mkdir(parents=True)
+        (feedstock / "recipe").mkdir()
+        variant = "channel_targets: [conda-forge {}]\ncuda_compiler_version: ['{}']\nc_stdlib_version: ['2.28']\n"
+        variant += "is_rc: ['False']\npython: [3.10.* *_cpython, 3.13.* *_cp313]\n"
+        for name, text in (
+            ("recipe/meta.yaml", META),
+            (".ci_support/linux_64_a.yaml", variant.format("main", "13.0")),
+            (".ci_support/linux_64_b.yaml", variant.format("main", "None")),
+            (".ci_support/linux_64_c.yaml", variant.format("pytorch_rc", "13.0")),
+            (".ci_support/osx_64_d.yaml", variant.format("main", "None")),
+        ):
+            (feedstock / name).write_text(text)
+        git = ["git", "-C", feedstock, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+        for command in (("init", "-q", "-b", "main"), ("add", "."), ("commit", "-qm", "x")):
+            subprocess.run([*git, *command], check=True)
+        monkeypatch.setattr(conda_forge, "FEEDSTOCKS", {"pytorch-cpu-feedstock": ["main"]})
+        made = conda_forge.snapshot(tmp_path)
+        found = {f"{each['name']} {each['build']}": each for each in made["records"]}
+        assert sorted(found) == [
+            "libtorch cpu_h0000000_1",
+            "libtorch cuda130_h0000000_201",
+            "pytorch cpu_py310_h0000000_1",
+            "pytorch cpu_py313_h0000000_1",
+            "pytorch cuda130_py310_h0000000_201",
+            "pytorch cuda130_py313_h0000000_201",
+        ]
+        assert found["pytorch cuda130_py310_h0000000_201"] == {
+            **{"name": "pytorch", "version": "2.20", "build": "cuda130_py310_h0000000_201", "build_number": 201},
+            "depends": [
+                *("__cuda", "__glibc >=2.28,<3.0.a0", "cuda-version >=13.0,<14"),
+                "libtorch 2.20 cuda130_h0000000_201",
+                *("python >=3.10,<3.11.0a0", "python_abi 3.10.* *_cp310"),
+            ],
+            "constrains": ["pytorch-cpu <0.0a0"],
+        }
+        assert found["libtorch cpu_h0000000_1"]["depends"] == ["__glibc >=2.28,<3.0.a0"]
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+        assert [each["commit"] for each in made["made"]["of"]] == [commit]
+
+
+META = """
+{% set build = 1 %}
+{% if cuda_compiler_version != "None" %}
+{% set build = build + 200 %}
+{% endif %}
+package: {name: libtorch, version: 2.20}
+build:
+  number: {{ build }}
+  skip: true  # [is_rc]
+  string: cuda{{ cuda_compiler_version | replace(".", "") }}_h{{ PKG_HASH }}_{{ build }}  # [cuda_compiler_version != "None"]
+  string: cpu_h{{ PKG_HASH }}_{{ build }}  # [cuda_compiler_version == "None"]
+  ignore_run_exports_from:
+    - python *
+requirements:
+  build:
+    - {{ stdlib("c") }}
+  host:
+    - python 3.12
+outputs:
+  - name: libtorch
+  - name: pytorch
+    build:
+      string: cuda130_py{{ CONDA_PY }}_h{{ PKG_HASH }}_{{ build }}  # [cuda_compiler_version != "None"]
+      string: cpu_py{{ CONDA_PY }}_h{{ PKG_HASH }}_{{ build }}  # [cuda_compiler_version == "None"]
+    requirements:
+      build:
+        - {{ stdlib("c") }}
+        - {{ compiler("cuda") }}  # [cuda_compiler_version != "None"]
+        - make  # [win]
+      host:
+        - python
+      run:
+        - {{ pin_subpackage("libtorch", exact=True) }}
+        - __cuda  # [cuda_compiler_version != "None"]
+        - filelock
+        - python
+      run_constrained:
+        - pytorch-cpu <0.0a0  # [cuda_compiler_version != "None"]
+  - name: pytorch-tests
+"""
+
+
+def test_override(url, monkeypatch):
+    """The variable by which users and builds tell the solver which driver to think of."""
+    for driver, build in (("", "cpu_"), ("13.0", "cuda130_")):
+        monkeypatch.setenv("CONDA_OVERRIDE_CUDA", driver)
+        assert environment(asyncio.run(engine.solve([url], [NAME])))[NAME].build.startswith(build)
+
+
+def test_words():
+    """What the table says of an environment."""
+    case, cpu, cuda = CASES[0], Record("2.11.0", "cpu_mkl_0"), Record("2.13.0", "cuda130_mkl_0")
+    assert selection.told(case, {}, {NAME: cuda, "pytorch": cuda}) == "CUDA 13.0"
+    assert selection.told(case, {"pytorch": cpu}, {NAME: cpu, "pytorch": cpu}) == "CPU; pytorch stays as it is"
+    told = selection.told(case, {"pytorch": cpu}, {NAME: cuda, "pytorch": cuda})
+    assert told == "CUDA 13.0; pytorch becomes 2.13.0 for CUDA 13.0"
+    assert selection.said({"pixi": "CPU", "conda (classic)": "CUDA"}) == "pixi: CPU. conda (classic): CUDA"
+    assert name_of("pytorch>=2.10") == name_of("pytorch=*=cpu*") == "pytorch"
 
 
 def test_install_commands_of_the_readme(packages):
