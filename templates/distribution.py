@@ -36,9 +36,9 @@ class Rename(Extension):
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         if name and (OTHERS / name).is_file():
             return (OTHERS / name).read_text()
-        if name == "Makefile":  # The target that made the distribution.
-            source = re.sub(r"(?m)(^# .*\n)+new-distribution:.*\n(\t.*\n)+\n", "", source)
-            source = source.replace(" new-distribution", "")
+        if name == "Makefile":  # The target that made the distribution, and that of a table which it has not.
+            for target in ("new-distribution", "selection"):
+                source = re.sub(rf"(?m)(^# .*\n)+{target}:.*\n(\t.*\n)+\n", "", source).replace(f" {target}", "")
         if name == "LICENSE":  # It keeps the notice of what it is made of, next to its own.
             return re.sub(r"(?m)^(Copyright .* the )\w+( developers)$", r"\g<0>\n\1~[ name ]~\2", source)
         for ours, theirs in NAMES.items():
