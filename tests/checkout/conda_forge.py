@@ -5,13 +5,18 @@ clone the feedstocks into one folder, and run
 
     python tests/checkout/conda_forge.py FOLDER
 
+With the name of a channel in place of a folder, it says what that channel's index has otherwise: of conda-forge, what changed
+since, or what is rendered wrongly here.
+
 It has the records that decide which variant is installed, and of their requirements those that name one of these packages or
 a virtual one; hashes are zeros. What a compiler and a host export to a package is added, as conda-build does (`exports`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jinja2
+import rattler
 import yaml
 
 SNAPSHOT = Path(__file__).with_suffix(".json")
@@ -179,7 +185,38 @@ def write(folder: Path, extra: Iterable[Mapping] = ()) -> str:
     return folder.resolve().as_uri()
 
 
+def differences(channel: str) -> list[str]:
+    """What a channel says otherwise of these packages: other requirements of a build, or a newer PyTorch."""
+    found = asyncio.run(rattler.Gateway().query([channel], ["linux-64", "noarch"], list(PACKAGES), recursive=False))
+    there = [json.loads(each.to_json()) for records in found for each in records]
+    needs = {key(each): {without_hash(spec) for spec in each["depends"] if is_kept(spec)} for each in there}
+    said = []
+    for each in (ours := load()["records"]):
+        theirs = needs.get(key(each), set(each["depends"]))
+        if theirs != set(each["depends"]):
+            said.append(f"{' '.join(key(each))} needs {sorted(theirs)}, the snapshot has {each['depends']}")
+    newest, known = (max(map(numbers, records)) for records in (there, ours))
+    return said + ([f"there is a pytorch {'.'.join(map(str, newest))}"] if newest > known else [])
+
+
+def key(record: Mapping) -> tuple[str, str, str]:
+    return record["name"], record["version"], without_hash(record["build"])
+
+
+def without_hash(text: str) -> str:
+    return re.sub(r"(?<![a-z0-9])h[0-9a-f]{7}(?![a-z0-9])", "h0000000", text)
+
+
+def numbers(record: Mapping) -> tuple[int, ...]:
+    """PyTorch's version; nothing of another package."""
+    return tuple(map(int, record["version"].split("."))) if record["name"] == "pytorch" else ()
+
+
 def main() -> None:
+    if not Path(sys.argv[1]).is_dir():
+        print("\n".join(said := differences(sys.argv[1])) or f"{sys.argv[1]} says the same")
+        sys.stdout.flush()
+        os._exit(bool(said))  # As leave() in package/__main__.py.
     made = snapshot(Path(sys.argv[1]))
     lines = ",\n".join(json.dumps(each) for each in made["records"])
     SNAPSHOT.write_text(f'{{\n"made": {json.dumps(made["made"], indent=1)},\n"records": [\n{lines}\n]\n}}\n')

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -138,6 +139,25 @@ class TestStandIn:
         assert names == set(conda_forge.PACKAGES)
         there = {f"{each['name']} {each['version']} {each['build']}" for each in records}
         assert {spec for spec in needs if spec.startswith("libtorch ")} <= there
+
+    def test_differences(self, tmp_path):
+        """A channel with other hashes is the same; not one where a build needs something else, or PyTorch is newer."""
+        url = conda_forge.write(tmp_path)
+        index = tmp_path / "linux-64" / "repodata.json"
+        index.write_text(index.read_text().replace("h0000000", "h12ab34f"))
+        assert conda_forge.differences(url) == []
+        text = index.read_text()
+        (other := tmp_path / "other" / "linux-64").mkdir(parents=True)
+        shutil.copytree(tmp_path / "noarch", tmp_path / "other" / "noarch")
+        old = '"depends": ["__cuda", "__glibc >=2.28,<3.0.a0", "cuda-version >=13.0,<14", "libtorch 2.13.0 cuda130_mkl'
+        assert old in text
+        (other / "repodata.json").write_text(text.replace(old, old.replace("13.0,", "13.1,"), 1))
+        (said,) = conda_forge.differences((tmp_path / "other").as_uri())
+        assert re.match(
+            r"pytorch 2\.13\.0 cuda130_mkl_py31\d_h0000000_302 needs .*cuda-version >=13.1,<14.*snapshot", said
+        )
+        conda_forge.write(tmp_path / "newer", [{"name": "pytorch", "version": "2.15.0", **EMPTY}])
+        assert conda_forge.differences((tmp_path / "newer").as_uri()) == ["there is a pytorch 2.15.0"]
 
     def test_rendering(self, tmp_path, monkeypatch):
         """Selectors, Jinja, pins and exports, of a feedstock as git has it; and no other label's builds."""
