@@ -65,12 +65,17 @@ class Case:
     before: tuple[str, ...] = ()
     """What was typed before, so that it is wanted further on."""
     with_before: tuple[str, ...] = ()
-    """What came with it: specs of nobody's, of which solvers choose as of their own."""
+    """What else the environment was solved with, which nobody typed."""
     driver_before: str = "13.0"
 
     @property
     def specs(self) -> tuple[str, ...]:
         return tuple(self.typed.replace("'", "").split()[1:])
+
+    @property
+    def row(self) -> str:
+        """How the table's row begins."""
+        return f"| {self.have} | `{self.typed}` |"
 
     @property
     def is_update(self) -> bool:
@@ -91,8 +96,20 @@ CASES = [
     Case("a CPU pytorch, no driver", INSTALL, NONE, ("pytorch=2.11",), ("pytorch=2.11=cpu*",), ""),
     Case("a CPU pytorch, and a driver since", INSTALL, ("13.0",), ("pytorch",), ("pytorch=2.11=cpu*",), ""),
     Case("a CPU pytorch, and a driver since", CUDA, ("13.0",), ("pytorch",), ("pytorch=2.11=cpu*",), ""),
-    Case("a CPU pytorch, and a driver", INSTALL, ("13.0",), ("pytorch=*=cpu*",), ("pytorch=2.11=cpu*",)),
-    Case("a CPU pytorch, and a driver", CUDA, ("13.0",), ("pytorch=*=cpu*",), ("pytorch=2.11=cpu*",)),
+    Case(
+        "a pytorch that was installed as `pytorch=*=cpu*`, and a driver",
+        INSTALL,
+        ("13.0",),
+        ("pytorch=*=cpu*",),
+        ("pytorch=2.11=cpu*",),
+    ),
+    Case(
+        "a pytorch that was installed as `pytorch=*=cpu*`, and a driver",
+        CUDA,
+        ("13.0",),
+        ("pytorch=*=cpu*",),
+        ("pytorch=2.11=cpu*",),
+    ),
     Case("a pytorch for CUDA 13.0, and its driver", INSTALL, ("13.0",), ("pytorch",), ("pytorch=2.11=cuda130*",)),
     Case(
         "a pytorch for CUDA 12.9, and a driver for CUDA 12",
@@ -300,11 +317,11 @@ def outcome(url: str, case: Case, solver: str) -> str:
     return found.pop()
 
 
-def picks(solver: str) -> dict[str, list[str]]:
-    """Of each case, by channel."""
+def picks(solver: str) -> dict[str, dict[str, str]]:
+    """Of each case's row, by channel."""
     with tempfile.TemporaryDirectory() as folder:
         urls = {name: channel(Path(folder, name.replace(" ", "-")), procs) for name, procs in CHANNELS.items()}
-        return {name: [outcome(url, case, solver) for case in CASES] for name, url in urls.items()}
+        return {name: {case.row: outcome(url, case, solver) for case in CASES} for name, url in urls.items()}
 
 
 def document(results: dict) -> str:
@@ -316,10 +333,12 @@ def document(results: dict) -> str:
         "| you have | you type | you get | from a channel without packages for CUDA 12 |",
         "|---|---|---|---|",
     ]
-    for at, case in enumerate(CASES):
-        cells = [said({result["by"]: result["picks"][name][at] for result in results.values()}) for name in CHANNELS]
+    for case in CASES:
+        cells = [
+            said({result["by"]: result["picks"][name][case.row] for result in results.values()}) for name in CHANNELS
+        ]
         last = "the same" if cells[1] == cells[0] else cells[1]
-        lines.append(f"| {case.have} | `{case.typed}` | {cells[0]} | {last} |")
+        lines.append(f"{case.row} {cells[0]} | {last} |")
     return "\n".join(lines) + "\n"
 
 
