@@ -30,6 +30,16 @@ def specs(cuda: bool) -> list[str]:
     return [spec for spec in yaml.safe_load("\n".join(kept))["dependencies"] if isinstance(spec, str)]
 
 
+def by_pip() -> list[str]:
+    """What environment.yml leaves to pip."""
+    (listed,) = (
+        spec["pip"]
+        for spec in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+        if isinstance(spec, dict)
+    )
+    return [spec.replace(" ", "") for spec in listed]
+
+
 def available(wanted: list[str], local: LocalChannel) -> tuple[list[str], list[str]]:
     """Which of the specs a local channel has packages for, under its own names, and which it hasn't."""
     there = {path.name.rsplit("-", 2)[0] for subdir in SUBDIRS for path in (local.root / subdir).glob("*.conda")}
@@ -61,10 +71,12 @@ def main() -> int:
     except (ChannelError, OSError) as error:
         console.print(f"[red]error:[/red] {error}", markup=True)
         return 1
-    console.print(
-        f"{len(installed)} packages in {relative(dist / 'dev')}; conda activate {relative(dist / 'dev')}, or without conda "
-        f"export CONDA_PREFIX={dist.resolve() / 'dev'} PATH={dist.resolve() / 'dev'}/bin:$PATH"
-    )
+    folder = dist.resolve() / "dev"
+    console.print(f"{len(installed)} packages in {relative(folder)}; what only PyPI has comes with")
+    quoted = " ".join(f"'{spec}'" for spec in by_pip())
+    console.print(f"  {relative(folder)}/bin/python -m pip install {quoted}", soft_wrap=True)
+    console.print(f"to use it: conda activate {relative(folder)}; without conda", soft_wrap=True)
+    console.print(f"  export CONDA_PREFIX={folder} PATH={folder}/bin:$PATH", soft_wrap=True)
     return 0
 
 

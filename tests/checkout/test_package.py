@@ -740,8 +740,7 @@ class TestEnvironment:
 
     def test_tools_agree(self):
         """What make installs into .venv and .venv-conda is in the environment too, under conda-forge's names."""
-        environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-        (by_pip,) = (spec["pip"] for spec in environment["dependencies"] if isinstance(spec, dict))
+        by_pip = env.by_pip()
         there = {re.split("[ =<>]", spec)[0] for spec in (*env.specs(cuda=True), *by_pip)}
         names = {"build": "python-build", "matplotlib": "matplotlib-base", "nvidia-cuda-cuobjdump": "cuda-cuobjdump"}
         groups = prepare.tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
