@@ -369,7 +369,7 @@ def main() -> None:
     for solver, words in solvers().items():
         print(f"{words['version']} ...", flush=True)
         results[solver] = {**words, "picks": picks(solver)}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text(), results))
     print(f"{RESULTS}\n{PAGE}")
 
