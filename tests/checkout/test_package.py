@@ -118,7 +118,7 @@ class TestRecipe:
             compilers = [f"{compiler} 14.*" if pinned else compiler, stdlib, "ninja"]
             assert needs["build"] == [*compilers, *([f"{nvcc} {cuda}.*"] if cuda else []), *arm, *cross]
             assert needs["host"] == [
-                *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch 2.10.*", "libtorch"),
+                *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch 2.10.*", "libtorch 2.10.*"),
                 *(build, f"lib{build.removeprefix('py')}"),
                 *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
             ]

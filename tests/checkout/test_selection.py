@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -104,8 +105,9 @@ def test_there_are_many_machines():
 
 
 class TestBuild:
-    """The environments of conda-forge's builds."""
+    """The environments of conda-forge's builds, with what its global pinning says of packages that are named without version."""
 
+    PINNED: ClassVar = {"pytorch": ["2.12"], "libtorch": ["2.12"]}
     HOST = ("pip", "setuptools", "cuda-cudart-dev")
 
     @pytest.fixture(scope="class")
@@ -115,8 +117,10 @@ class TestBuild:
         return conda_forge.write(tmp_path_factory.mktemp("host"), others)
 
     def host(self, variant: engine.Variant, python: str) -> list[str]:
-        needs = engine.Engine("", 0).render()[variant].recipe.requirements.to_dict()["host"]
-        return [f"python {python}.*" if spec == "python" else spec for spec in needs]
+        pins = {**self.PINNED, "python": [f"{python}.* *_cpython"]}
+        rendered = engine.Engine("", 0, pinning=pins).render()[variant]
+        needs = rendered.recipe.requirements.to_dict()["host"]
+        return [f"{spec} {rendered.variant[spec]}" if spec in rendered.variant else spec for spec in needs]
 
     @pytest.mark.parametrize("cuda", ["None", "12.9", "13.0"])
     def test_against_the_oldest_torch(self, url, cuda):
