@@ -328,8 +328,11 @@ def document(results: dict) -> str:
     """The table; where solvers differ, what each does."""
     newest = max(each["committed"] for each in conda_forge.load()["made"]["of"])
     versions = ", ".join(result["version"] for result in results.values())
+    missing = [f"conda ({solver})" for solver in CONDA_SOLVERS if solver not in results]
     lines = [
-        f"Solved by {versions}, with what conda-forge's recipes said on {newest}.\n",
+        f"Solved by {versions}, with what conda-forge's recipes said on {newest}."
+        + f" Not tried: {', '.join(missing)}." * bool(missing)
+        + "\n",
         "| you have | you type | you get | from a channel without packages for CUDA 12 |",
         "|---|---|---|---|",
     ]

@@ -105,7 +105,7 @@ def test_there_are_many_machines():
 
 
 class TestBuild:
-    """The environments of conda-forge's builds, with what its global pinning says of packages that are named without version."""
+    """The environments of conda-forge's builds, with what its pinning says of packages that are named without a version."""
 
     PINNED: ClassVar = {"pytorch": ["2.12"], "libtorch": ["2.12"]}
     HOST = ("pip", "setuptools", "cuda-cudart-dev")
