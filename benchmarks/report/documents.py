@@ -15,6 +15,7 @@ from benchmarks.report import overview, pictures
 from benchmarks.report.words import describe, readable, times
 
 PICTURES = Path("benchmarks/pictures")
+DETECTORS = Path("docs/torchvision.md")
 START, END = "<!-- speed: written by make report -->", "<!-- end of speed -->"
 
 
@@ -175,10 +176,34 @@ def drawn(found: list[Results]) -> list[str]:
     return list(dict.fromkeys(record["op"] for results in found for record in results.records if "x" in record))
 
 
-def fill(document: str, content: str) -> str:
+def detectors(found: list[Results]) -> str:
+    """Of docs/torchvision.md: each model and how much of its time is suppression, with our kernels and without."""
+    shown = f"../{file_of('yolo')}"
+    text = f'\n<img src="{shown}" width="830" alt="Post-processing of a YOLO head over its candidates">\n'
+    for results in found:
+        kinds: dict[str, dict[str, list[dict]]] = {}
+        for case in results.cases().values():
+            kinds.setdefault(case[0]["op"], {})[case[0]["kind"]] = case
+        names = "of it batched_nms", "an image with ours", "of it batched_nms", "torchvision alone / with ours"
+        text += f"\n{describe(results)}.\n\n" + head("model", "an image, torchvision alone", *names)
+        for op, cases in kinds.items():
+            if "an image" not in cases:
+                continue
+            (ours, theirs), (our_nms, their_nms) = cases["an image"], cases["its batched_nms alone"]
+            shares = [
+                f"{readable(nms['median'])}, {nms['median'] / whole['median']:.1%}"
+                for nms, whole in ((their_nms, theirs), (our_nms, ours))
+            ]
+            text += row(
+                op, readable(theirs["median"]), shares[0], readable(ours["median"]), shares[1], times(theirs["ratio"])
+            )
+    return text
+
+
+def fill(document: str, content: str, name: str = "README.md") -> str:
     """A document with everything between the two marks replaced."""
     if START not in document or END not in document:
-        raise records.ResultsError(f"README.md lacks the marks that the table goes between, {START} and {END}")
+        raise records.ResultsError(f"{name} lacks the marks that the table goes between, {START} and {END}")
     pattern = f"{re.escape(START)}.*?{re.escape(END)}"
     return re.sub(pattern, lambda _: f"{START}\n{content}{END}", document, flags=re.DOTALL)
 
@@ -191,6 +216,8 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
         files[file_of("overview")] = overview.overview(operators)
     for op in drawn(operators):
         files[file_of(op)] = pictures.operator(operators, op)
+    if of_torchvision := [results for results in found if results.family == "torchvision"]:
+        files[DETECTORS] = fill((ROOT / DETECTORS).read_text(), detectors(of_torchvision), str(DETECTORS)).encode()
     return files
 
 
@@ -201,4 +228,4 @@ def main() -> None:
         stale.unlink()
     for path, content in files.items():
         (ROOT / path).write_bytes(content)
-    print(f"{len(files)} files: README.md, benchmarks/README.md, {PICTURES}")
+    print(f"{len(files)} files: README.md, benchmarks/README.md, {PICTURES}" + f", {DETECTORS}" * (DETECTORS in files))
