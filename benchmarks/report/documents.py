@@ -130,7 +130,7 @@ def reasons(found: list[Results]) -> str:
 
 def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
-    operators = [results for results in found if results.of_operators]
+    operators = [results for results in found if results.of_operators and not results.of_models]
     if not operators:
         return "\nNothing was measured yet: `make bench`.\n"
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
@@ -212,12 +212,12 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     """What each file of the report must hold, by its path in the checkout."""
     operators = [results for results in found if results.of_operators]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
-    if operators:
-        files[file_of("overview")] = overview.overview(operators)
+    if of_ours := [results for results in operators if not results.of_models]:
+        files[file_of("overview")] = overview.overview(of_ours)
     for op in drawn(operators):
         files[file_of(op)] = pictures.operator(operators, op)
-    if of_torchvision := [results for results in found if results.family == "torchvision"]:
-        files[DETECTORS] = fill((ROOT / DETECTORS).read_text(), detectors(of_torchvision), str(DETECTORS)).encode()
+    if of_models := [results for results in found if results.of_models]:
+        files[DETECTORS] = fill((ROOT / DETECTORS).read_text(), detectors(of_models), str(DETECTORS)).encode()
     return files
 
 
