@@ -15,7 +15,6 @@ from benchmarks.report import overview, pictures
 from benchmarks.report.words import describe, readable, times
 
 PICTURES = Path("benchmarks/pictures")
-DETECTORS = Path("docs/torchvision.md")
 START, END = "<!-- speed: written by make report -->", "<!-- end of speed -->"
 
 
@@ -177,7 +176,7 @@ def drawn(found: list[Results]) -> list[str]:
 
 
 def detectors(found: list[Results]) -> str:
-    """Of docs/torchvision.md: each model and how much of its time is suppression, with our kernels and without."""
+    """Each model, and how much of its time is suppression, with our kernels and without."""
     shown = f"../{file_of('yolo')}"
     text = f'\n<img src="{shown}" width="830" alt="Post-processing of a YOLO head over its candidates">\n'
     for results in found:
@@ -189,10 +188,10 @@ def detectors(found: list[Results]) -> str:
         for op, cases in kinds.items():
             if "an image" not in cases:
                 continue
-            (ours, theirs), (our_nms, their_nms) = cases["an image"], cases["its batched_nms alone"]
+            (ours, theirs), (our_part, their_part) = cases["an image"], cases["its batched_nms alone"]
             shares = [
-                f"{readable(nms['median'])}, {nms['median'] / whole['median']:.1%}"
-                for nms, whole in ((their_nms, theirs), (our_nms, ours))
+                f"{readable(part['median'])}, {part['median'] / whole['median']:.1%}"
+                for part, whole in ((their_part, theirs), (our_part, ours))
             ]
             text += row(
                 op, readable(theirs["median"]), shares[0], readable(ours["median"]), shares[1], times(theirs["ratio"])
@@ -217,7 +216,8 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     for op in drawn(operators):
         files[file_of(op)] = pictures.operator(operators, op)
     if of_models := [results for results in found if results.of_models]:
-        files[DETECTORS] = fill((ROOT / DETECTORS).read_text(), detectors(of_models), str(DETECTORS)).encode()
+        document = Path(f"docs/{of_models[0].family}.md")
+        files[document] = fill((ROOT / document).read_text(), detectors(of_models), str(document)).encode()
     return files
 
 
@@ -228,4 +228,5 @@ def main() -> None:
         stale.unlink()
     for path, content in files.items():
         (ROOT / path).write_bytes(content)
-    print(f"{len(files)} files: README.md, benchmarks/README.md, {PICTURES}" + f", {DETECTORS}" * (DETECTORS in files))
+    documents = [str(path) for path in files if path.suffix != ".svg"]
+    print(f"{len(files)} files: {', '.join(documents)}, {PICTURES}")

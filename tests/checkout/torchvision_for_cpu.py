@@ -18,7 +18,7 @@ ABSENT = re.compile(r"libcudart\.so\.\d+|libc10_cuda\.so|libtorch_cuda\.so")
 
 
 def loads() -> bool:
-    command = [sys.executable, "-c", "import torch, torchvision; torch.ops.torchvision.nms.default"]
+    command = [sys.executable, "-c", "import torch, torchvision; torch.ops.torchvision.roi_align.default"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
