@@ -52,7 +52,7 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
         settled at import; :class:`use_backend` changes nothing here. The name of an operator in another namespace has it in
         front, as in "my_ops::scale". A type of device is missing where the environment variable EXTENSION_CPP_BACKEND
         asks for a backend that the operator doesn't have there. An operator of another library is there while
-        :mod:`extension_cpp.compat` is on for it, with the library's name in front, and the types of device where it runs ours.
+        :mod:`extension_cpp.compat` is on for it, with its library in front, and the types of device where it runs ours.
 
     Initialises no device.
 
