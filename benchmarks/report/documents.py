@@ -182,7 +182,7 @@ def detectors(found: list[Results]) -> str:
     for results in found:
         kinds: dict[str, dict[str, list[dict]]] = {}
         for case in results.cases().values():
-            kinds.setdefault(case[0]["op"], {})[case[0]["kind"]] = case
+            kinds.setdefault(case[0]["op"], {})[case[0]["workload"]] = case
         names = "of it batched_nms", "an image with ours", "of it batched_nms", "torchvision alone / with ours"
         text += f"\n{describe(results)}.\n\n" + head("model", "an image, torchvision alone", *names)
         for op, cases in kinds.items():
