@@ -9,10 +9,10 @@ between which torchvision.ops.batched_nms chooses.
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class _Installation:
     """What is replaced, until it is put back."""
 
     def __init__(self) -> None:
-        self.boxes: ModuleType = importlib.import_module("torchvision.ops.boxes")
+        self.boxes = sys.modules["torchvision.ops.boxes"]
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         try:
             devices = [device for device in DTYPES if has(NAME, device.upper())]
@@ -162,6 +162,9 @@ class install:
         self.__enter__()
 
     def __enter__(self) -> install:
+        importlib.import_module(
+            "torchvision.ops.boxes"
+        )  # Not with our lock: another thread may import it, and wait for that.
         with _lock:
             _open.add(self)
             try:
