@@ -50,6 +50,7 @@ def test_head(example, device, most):
 def test_graph(example):
     """A replay computes what a call computes, from other features than those that were captured, and waits for nothing."""
     head = make_head(example, "cuda", 600)  # Of 600 cells.
+    head.least_score = 0.9
     graph = example["Graph"](head, features("cuda", 1.0))
     counts = set()
     for scale in (3.0, 0.0, 2.0):
