@@ -26,6 +26,7 @@ TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
+	@$(TOOLS) $(RUN) tests/checkout/torchvision_for_cpu.py
 	touch $@
 
 # ninja recompiles what has changed in csrc/ and nothing else. Not by pip, which keeps what a compiler says to itself; pip

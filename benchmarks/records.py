@@ -68,6 +68,11 @@ class Results:
         """Not of the package, whose contenders are no peers."""
         return self.family != "package"
 
+    @property
+    def of_models(self) -> bool:
+        """Which are measured where torchvision is, and have a document of their own."""
+        return self.family == "torchvision"
+
     def cells(self) -> list[dict]:
         """The best peer's record of each case that has a peer; its ratio says how many times longer than ours it takes."""
         cases = self.cases(whole=True).values() if self.of_operators else ()

@@ -22,15 +22,17 @@ if not _loader.is_program():
     _loader.load(jit.load_package)
 
 if _loader.libraries:
-    from extension_cpp import nn, ops  # The schemas must be there first.
+    from extension_cpp import compat, nn, ops  # The schemas must be there first.
+    from extension_cpp.compat import _environment
     from extension_cpp.ops import *  # noqa: F403
     from extension_cpp.ops._backends import backends, use_backend
     from extension_cpp.ops._export import decompositions, onnx_translations
     from extension_cpp.ops._operator import operator
 
     # In the two forms that type checkers read.
-    __all__ += ["backends", "decompositions", "nn", "onnx_translations", "operator", "ops", "use_backend"]
+    __all__ += ["backends", "compat", "decompositions", "nn", "onnx_translations", "operator", "ops", "use_backend"]
     __all__ += ops.__all__
+    _environment.install()
 
 if not TYPE_CHECKING:  # Where it would stand for any name.
 

@@ -31,7 +31,8 @@ class Rename(Extension):
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         environment.filters["refused"] = refused
-        environment.globals["stems"] = [path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py")]
+        families = [*ROOT.glob("extension_cpp/ops/[!_]*.py"), *ROOT.glob("extension_cpp/compat/[!_]*.py")]
+        environment.globals["stems"] = [path.stem for path in families]
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         if name and (OTHERS / name).is_file():

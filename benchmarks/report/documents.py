@@ -129,7 +129,7 @@ def reasons(found: list[Results]) -> str:
 
 def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
-    operators = [results for results in found if results.of_operators]
+    operators = [results for results in found if results.of_operators and not results.of_models]
     if not operators:
         return "\nNothing was measured yet: `make bench`.\n"
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
@@ -175,10 +175,34 @@ def drawn(found: list[Results]) -> list[str]:
     return list(dict.fromkeys(record["op"] for results in found for record in results.records if "x" in record))
 
 
-def fill(document: str, content: str) -> str:
+def detectors(found: list[Results]) -> str:
+    """Each model, and how much of its time is suppression, with our kernels and without."""
+    shown = f"../{file_of('yolo')}"
+    text = f'\n<img src="{shown}" width="830" alt="Post-processing of a YOLO head over its candidates">\n'
+    for results in found:
+        kinds: dict[str, dict[str, list[dict]]] = {}
+        for case in results.cases().values():
+            kinds.setdefault(case[0]["op"], {})[case[0]["workload"]] = case
+        names = "of it batched_nms", "an image with ours", "of it batched_nms", "torchvision alone / with ours"
+        text += f"\n{describe(results)}.\n\n" + head("model", "an image, torchvision alone", *names)
+        for op, cases in kinds.items():
+            if "an image" not in cases:
+                continue
+            (ours, theirs), (our_part, their_part) = cases["an image"], cases["its batched_nms alone"]
+            shares = [
+                f"{readable(part['median'])}, {part['median'] / whole['median']:.1%}"
+                for part, whole in ((their_part, theirs), (our_part, ours))
+            ]
+            text += row(
+                op, readable(theirs["median"]), shares[0], readable(ours["median"]), shares[1], times(theirs["ratio"])
+            )
+    return text
+
+
+def fill(document: str, content: str, name: str = "README.md") -> str:
     """A document with everything between the two marks replaced."""
     if START not in document or END not in document:
-        raise records.ResultsError(f"README.md lacks the marks that the table goes between, {START} and {END}")
+        raise records.ResultsError(f"{name} lacks the marks that the table goes between, {START} and {END}")
     pattern = f"{re.escape(START)}.*?{re.escape(END)}"
     return re.sub(pattern, lambda _: f"{START}\n{content}{END}", document, flags=re.DOTALL)
 
@@ -187,10 +211,13 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     """What each file of the report must hold, by its path in the checkout."""
     operators = [results for results in found if results.of_operators]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
-    if operators:
-        files[file_of("overview")] = overview.overview(operators)
+    if of_ours := [results for results in operators if not results.of_models]:
+        files[file_of("overview")] = overview.overview(of_ours)
     for op in drawn(operators):
         files[file_of(op)] = pictures.operator(operators, op)
+    if of_models := [results for results in found if results.of_models]:
+        document = Path(f"docs/{of_models[0].family}.md")
+        files[document] = fill((ROOT / document).read_text(), detectors(of_models), str(document)).encode()
     return files
 
 
@@ -201,4 +228,5 @@ def main() -> None:
         stale.unlink()
     for path, content in files.items():
         (ROOT / path).write_bytes(content)
-    print(f"{len(files)} files: README.md, benchmarks/README.md, {PICTURES}")
+    documents = [str(path) for path in files if path.suffix != ".svg"]
+    print(f"{len(files)} files: {', '.join(documents)}, {PICTURES}")

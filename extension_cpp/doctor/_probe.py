@@ -34,6 +34,18 @@ def backends(torch: Any, extension_cpp: Any) -> dict[str, dict[str, str]]:
     }
 
 
+def install_compat(extension_cpp: Any) -> dict[str, str]:
+    """The libraries that are to run kernels of this package, each with why it doesn't; nothing where it does."""
+    found = {}
+    for name in extension_cpp.compat._environment.named():
+        try:
+            getattr(extension_cpp.compat, name).install()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     try:
@@ -48,6 +60,7 @@ def main() -> None:
         except BaseException as error:
             tell(error=f"{type(error).__name__}: {error}")
         else:
+            tell(compat=install_compat(extension_cpp))
             tell(load_errors=extension_cpp.load_errors, backends=backends(torch, extension_cpp))
             tell(openmp=mapped(r"lib(gomp|iomp5|omp)\b"), library=str(extension_cpp._loader.libraries["_C"]))
         if torch.version.cuda:

@@ -231,6 +231,13 @@ def settings(facts: Facts) -> Iterator[Finding]:
         what = f"every operator is limited to the backend '{facts.backend}'"
         find = Finding if "EXTENSION_CPP_BACKEND" in facts.probe.get("error", "") else warning
         yield find("backend", what, "the environment variable EXTENSION_CPP_BACKEND", "unset EXTENSION_CPP_BACKEND")
+    for name, error in facts.probe.get("compat", {}).items():
+        if error:
+            what = f"{name} doesn't run the kernels of {NAME}, as the environment variable EXTENSION_CPP_COMPAT asks"
+            yield warning("compat", what, error, "unset EXTENSION_CPP_COMPAT")
+    if "EXTENSION_CPP_COMPAT" in (error := facts.probe.get("error", "")):
+        what = "the environment variable EXTENSION_CPP_COMPAT names an unknown library"
+        yield Finding("compat", what, error, "unset EXTENSION_CPP_COMPAT")
 
 
 # What fails without an error above as its cause is reported in the words of its own message.

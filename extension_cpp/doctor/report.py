@@ -77,6 +77,8 @@ def report(facts: Facts, findings: list[Finding]) -> None:
         ("threads", f"{threads or 'unknown'} of {facts.cpus} CPUs"),
         ("vectors", VECTORS.get(facts.simd, "unknown")),
     ]
+    if compat := [name for name, error in facts.probe.get("compat", {}).items() if not error]:
+        rows.append(("compat", f"{', '.join(compat)} (EXTENSION_CPP_COMPAT)"))
     show("extension_cpp", rows)
     if backends := facts.probe.get("backends", {}):
         device_types = list(dict.fromkeys(device_type for used in backends.values() for device_type in used))

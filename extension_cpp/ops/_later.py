@@ -12,8 +12,8 @@ _waiting: dict[str, list[Callable[[Any], None]]] = {}
 
 def when_imported(name: str, run: Callable[[Any], None]) -> None:
     """Call `run` with the module of that name, now or right after it is imported."""
-    if name in sys.modules:
-        run(sys.modules[name])
+    if module := sys.modules.get(name):
+        run(module)
         return
     _waiting.setdefault(name, []).append(run)
     if _Finder not in sys.meta_path:
