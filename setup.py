@@ -62,6 +62,8 @@ class NinjaBuild(build_ext):
             for_cuda, why = _build.architectures(gpus, without)
             listed = f"architectures {' '.join(for_cuda)} ({why}; to change it: TORCH_CUDA_ARCH_LIST=8.0, or all)"
             said = f"CPU and CUDA ({self.reason}), {listed}"
+            version = _build.triton_version()
+            said += f", Triton's kernels by Triton {version}" if version else ", Triton's kernels left to Triton just in time"
         print(f"extension_cpp: building for {said}", flush=True)
         or_exit(self.compile, for_cuda)
         targets = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
@@ -77,7 +79,13 @@ class NinjaBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         commands = _build.rules(self.nvcc, self.include_dirs, architectures)
         libraries = {Path(self.get_ext_fullpath(ext.name)).name: ext.sources for ext in self.extensions}
-        _build.write_ninja(build / "build.ninja", commands, libraries, self.build_temp)
+        more = []
+        if self.nvcc and _build.triton_version():
+            first, second = libraries
+            needed = find("extension_cpp/triton/*.*") + find("extension_cpp/ops/*.py")
+            more = _build.ahead(self.nvcc, architectures, first, needed, self.build_temp)
+            libraries[second] = [*libraries[second], *(f"{self.build_temp}/triton.{end}" for end in ("cu", "cpp"))]
+        _build.write_ninja(build / "build.ninja", commands, libraries, self.build_temp, more)
         if self.of_checkout:
             (ROOT / "compile_commands.json").write_text(_build.compile_commands(build / "build.ninja", ROOT))
         for line in _build.run_ninja(build / "build.ninja", ROOT):
@@ -85,12 +93,13 @@ class NinjaBuild(build_ext):
 
 
 def find(pattern):
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern) if path.is_file())
 
 
-extensions = [Extension("extension_cpp._C", find("*.cpp") + find("common/*.cpp"), py_limited_api=True)]
+common = find("csrc/common/*.cpp")
+extensions = [Extension("extension_cpp._C", find("csrc/*.cpp") + common, py_limited_api=True)]
 if NinjaBuild.nvcc:
-    extensions.append(Extension("extension_cpp._C_cuda", find("*.cu") + find("common/*.cpp"), py_limited_api=True))
+    extensions.append(Extension("extension_cpp._C_cuda", find("csrc/*.cu") + common, py_limited_api=True))
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": NinjaBuild},

@@ -181,6 +181,8 @@ def architectures(facts: Facts) -> Iterator[Finding]:
             what = f"{library.path.name} has no code with Hopper's own instructions for {gpu.name}"
         elif ptx:
             what += ": the driver compiles its PTX at the first call"
+        elif any("triton" in used.get("cuda", "") for used in facts.probe.get("backends", {}).values()):
+            how += "; operators in Triton are compiled just in time if Triton is installed, else run their reference"
         others = [name for name in library.architectures if name != gpu.arch]
         listed = ";".join([*others, wanted] if gpu.architecture >= (7, 5) else [wanted])
         fix = install_package(facts, "", same=False, TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
