@@ -19,7 +19,7 @@ from extension_cpp.triton import _ahead
 from extension_cpp.triton.elementwise import CONFIGS, Kernel
 
 ELEMENTS = {"few": 2**17, "many": 2**26}
-WORTH = 1.03
+WORTH = 1.05
 ROUNDS = 5
 
 

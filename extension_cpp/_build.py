@@ -149,20 +149,27 @@ def triton_version() -> str:
         return "unknown"
 
 
-def ahead(nvcc: str, architectures: Iterable[str], library: str, needed: Iterable[str], folder: str) -> list[str]:
-    """Lines of ninja's file: what writes `<folder>/triton.cu` and `.cpp`, sources of the library of the CUDA kernels.
+def ahead(
+    nvcc: str | None, architectures: Iterable[str], libraries: dict[str, list[str]], needed: Iterable[str], folder: str
+) -> list[str]:
+    """Lines of ninja's file for what Triton compiles: two sources in `folder`, which become sources of the second library.
 
-    They are made of `library`, the one of the CPU, again where one of the files in `needed` has changed.
+    They are made of the first one, again where one of the files in `needed` has changed.
     """
-    out = f"{escaped(folder)}/triton"
-    command = [sys.executable, "extension_cpp/triton/_ahead.py", triton_version(), nvcc, out, f"{folder}/{library}"]
-    files = " ".join(map(escaped, needed))
+    version = triton_version()
+    if not nvcc or not version:
+        return []
+    cpu, cuda = libraries  # _C and _C_cuda.
+    made = [f"{folder}/triton.cu", f"{folder}/triton.cpp"]
+    libraries[cuda] = [*libraries[cuda], *made]
+    command = [sys.executable, "extension_cpp/triton/_ahead.py", version, nvcc, f"{folder}/triton", f"{folder}/{cpu}"]
+    outputs, files = (" ".join(map(escaped, paths)) for paths in (made, needed))
     return [
         "rule triton",
         f"  command = {shlex.join([*command, *architectures])}",
         "  description = triton $out",
         "  restat = 1",
-        f"build {out}.cu {out}.cpp: triton {escaped(folder)}/{escaped(library)} | {files}",
+        f"build {outputs}: triton {escaped(folder)}/{escaped(cpu)} | {files}",
     ]
 
 

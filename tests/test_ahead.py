@@ -127,6 +127,24 @@ print(wrong)
     assert done.stdout.split() == ["[]"], done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_a_fork_after_the_import():
+    """The process has not initialised CUDA: its children can."""
+    done = python(
+        """
+import os, torch, extension_cpp
+for i in range(2):
+    pid = os.fork()
+    if not pid:
+        x = torch.arange(1000.0, device=f"cuda:{i % torch.cuda.device_count()}")
+        os._exit(not torch.equal(extension_cpp.my_op(x, 2.0), x * 2))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""",
+        fresh=True,
+    )
+    assert done.stdout.split() == ["0", "0"], done.stdout + done.stderr
+
+
 def test_side_stream():
     """The launch is on the current stream: it waits for what that has to do before."""
     stream = torch.cuda.Stream()
@@ -167,7 +185,7 @@ def test_a_gpu_that_runs_none_of_it(triton):
 import warnings, torch
 {"" if triton else "sys.modules['triton'] = None"}
 import extension_cpp
-torch.cuda.get_device_capability = lambda device=None: (6, 1)
+extension_cpp.ops._backends.runs_on = lambda architectures, gpu: (False, False)
 warnings.simplefilter("ignore")
 before = extension_cpp.backends()["add_one"]["cuda"]
 x = torch.arange(1000.0, device="cuda", requires_grad=True)

@@ -1,8 +1,9 @@
 // Runs elementwise operators whose kernels are Triton's, compiled when this library was built.
 //
-// extension_cpp/triton/_ahead.py writes the file that includes this: of each formula a kernel for every dtype, layout of
-// the operands and size, with an image of machine code for each architecture. They are the kernels that Triton compiles
-// just in time where this library isn't used (extension_cpp/triton/elementwise.py), and take their arguments as those do.
+// extension_cpp/triton/_ahead.py writes the file that includes this: of each formula a kernel for every dtype, layout
+// of the operands and size, with an image of machine code for each architecture. They are the kernels that Triton
+// compiles just in time where this library isn't used (extension_cpp/triton/elementwise.py), and take their arguments
+// as those do.
 #pragma once
 
 #include <atomic>
@@ -98,8 +99,8 @@ class Kernel {
   std::array<std::atomic<const Image*>, kMostDevices> loaded_{};
 };
 
-// The kernels of a formula for one dtype: for operands that are contiguous and aligned, else for 1 to 3 dimensions; of each
-// for few elements and for many.
+// The kernels of a formula for one dtype: for operands that are contiguous and aligned, else for 1 to 3 dimensions; of
+// each for few elements and for many.
 struct Row {
   int32_t dtype;
   int64_t itemsize;
@@ -124,7 +125,8 @@ struct Part {
 };
 
 template <size_t kOut, int N, size_t kNumbers>
-void launch_part(Launch& launch, int device, const Row& row, Part<N> part, const std::array<double, kNumbers>& numbers) {
+void launch_part(
+    Launch& launch, int device, const Row& row, Part<N> part, const std::array<double, kNumbers>& numbers) {
   while (part.ndim > 1 && part.sizes[part.ndim - 1] == 1) --part.ndim;
   bool vectors = part.ndim == 1;
   for (int i = 0; vectors && i < N; ++i) {

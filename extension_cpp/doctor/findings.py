@@ -37,6 +37,8 @@ class Finding:
     """An error keeps torch or a library from being loaded; a warning is of something that works, but not as it could."""
 
 
+COMPILED = ("native", "triton (compiled)")
+"""What a backend of compiled code is called."""
 warning = partial(Finding, severity="warning")
 Check = Callable[[Facts], Iterator[Finding]]
 
@@ -263,7 +265,7 @@ def no_kernels(facts: Facts, errors: set[str]) -> Iterator[Finding]:
     backends, load_errors = facts.probe.get("backends", {}), facts.probe.get("load_errors", {})
     cuda = facts.gpus and facts.library("_C_cuda") and not errors and not load_errors
     for device_type in ("cpu", "cuda") if cuda else ("cpu",):
-        if backends and all(used.get(device_type) != "native" for used in backends.values()):
+        if backends and not any(used.get(device_type) in COMPILED for used in backends.values()):
             how = f"none of {', '.join(backends)} does, though no library failed to load"
             fix = install_package(facts, built_as(facts))
             yield warning("not-native", f"no operator runs compiled code on {device_type}", how, fix)

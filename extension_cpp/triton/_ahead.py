@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -166,7 +167,7 @@ def name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def compile_kernel(job: Job) -> Made:
+def compile_kernel(job: Job, cache: Path) -> Made:
     """As Triton compiles it just in time, but for what is known of the arguments: csrc/common/triton.cuh passes the rest."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -176,7 +177,7 @@ def compile_kernel(job: Job) -> Made:
     # A formula needs no instruction that only one architecture has: as nvcc's, its code then runs on the later ones of the
     # same first number, and its PTX on all later ones.
     compiler.sm_arch_from_capability = lambda capability: f"sm_{job.target.sm}"
-    os.environ["TRITON_CACHE_DIR"] = f"{os.environ['TRITON_CACHE_DIR'].partition(':')[0]}:{job.target.sm}"
+    os.environ["TRITON_CACHE_DIR"] = str(cache / job.target.sm)  # Its keys don't know of the line above.
     kernel = operators[job.operator].kernels[job.formula]
     names = kernel.plain.arg_names
     pointers = names[: kernel.results + len(kernel.inputs_at)]
@@ -195,7 +196,9 @@ def compile_kernel(job: Job) -> Made:
     meta, ptx = made.metadata, made.asm["ptx"]
     parameters = ptx[ptx.index(".entry") :].partition(")")[0].count(".param ")
     if parameters > len(names) - len(constants) + 2:
-        raise RuntimeError(f"{job.operator}: this Triton's kernels have parameters that csrc/common/triton.cuh doesn't know")
+        raise RuntimeError(
+            f"{job.operator}: this Triton's kernels have parameters that csrc/common/triton.cuh doesn't know"
+        )
     if meta.num_warps != job.warps or meta.shared > 48 * 1024 or meta.global_scratch_size:
         raise RuntimeError(f"{job.operator}: its formula needs memory that csrc/common/triton.cuh doesn't give it")
     return Made(meta.name, packed(job.target, ptx.encode() if job.target.ptx else made.asm["cubin"]))
@@ -211,11 +214,13 @@ def packed(target: Target, code: bytes) -> bytes:
         return Path(folder, "image").read_bytes()
 
 
-def compile_all() -> dict[Job, Made]:
-    every = dict.fromkeys(job for ahead in operators.values() for table in ahead.tables for jobs in table for job in jobs)
+def compile_all(cache: Path) -> dict[Job, Made]:
+    every = dict.fromkeys(
+        job for ahead in operators.values() for table in ahead.tables for jobs in table for job in jobs
+    )
     workers = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        return dict(zip(every, pool.map(compile_kernel, every, chunksize=4)))
+        return dict(zip(every, pool.map(partial(compile_kernel, cache=cache), every, chunksize=4)))
 
 
 def write(out: Path, version: str, made: dict[Job, Made]) -> None:
@@ -227,6 +232,7 @@ def write(out: Path, version: str, made: dict[Job, Made]) -> None:
     common = os.path.relpath(ROOT / "csrc" / "common" / "triton.cuh", out.parent)
     lines = [
         f"// Written by extension_cpp/triton/_ahead.py with Triton {version}.",
+        "#if !defined(__CUDA_ARCH__)  // nvcc has nothing to compile for a device here.",
         f'#include "{common}"',
         "",
         "namespace extension_cpp::triton {",
@@ -259,6 +265,7 @@ def write(out: Path, version: str, made: dict[Job, Made]) -> None:
         'extern "C" __attribute__((visibility("default"))) const char* extension_cpp_compiled() {',
         f'  return EXTENSION_CPP_BUILT_FOR "{"".join(f" {name}" for name in operators)}";',
         "}",
+        "#endif",
     ]
     update(out.with_suffix(".bin"), bytes(content))
     update(out.with_suffix(".cu"), "\n".join([*lines, ""]).encode())
@@ -294,7 +301,11 @@ def operator_lines(number: int, ahead: Ahead, kernels: dict[tuple[Job, ...], str
     """The C++ of one operator: its formulas, and the function that is registered."""
     operator, arguments = ahead.operator, ahead.operator.schema.arguments
     schema = str(operator.schema).partition("::")[2]
-    yield from ("", f"// {operator.name}", f"const Operator op{number}({json.dumps(schema)}, {json.dumps(ahead.line)});")
+    yield from (
+        "",
+        f"// {operator.name}",
+        f"const Operator op{number}({json.dumps(schema)}, {json.dumps(ahead.line)});",
+    )
     for formula, table in enumerate(ahead.tables):
         yield f"const Row rows{number}_{formula}[] = {{"
         width = len(LAYOUTS) * len(SIZES)
@@ -339,10 +350,16 @@ def main() -> None:
     # nvcc's own: a driver that runs nvcc's machine code runs this too. No line numbers: they come with the paths of files.
     ptxas = str(Path(nvcc).with_name("ptxas"))
     os.environ |= {"TRITON_PTXAS_PATH": ptxas, "TRITON_PTXAS_BLACKWELL_PATH": ptxas, "TRITON_DISABLE_LINE_INFO": "1"}
-    os.environ["TRITON_CACHE_DIR"] = os.path.abspath(f"{out}-cache")
     load(Path(library).resolve())
-    plan([Target(name.removesuffix("+PTX"), ptx) for ptx in (False, True) for name in architectures if not ptx or "+" in name])
-    write(Path(out), version, compile_all())
+    plan(
+        [
+            Target(name.removesuffix("+PTX"), ptx)
+            for ptx in (False, True)
+            for name in architectures
+            if not ptx or "+" in name
+        ]
+    )
+    write(Path(out), version, compile_all(Path(f"{out}-cache").resolve()))
 
 
 if __name__ == "__main__":
