@@ -491,8 +491,7 @@ class Operator:
         name = name.partition("::")[2]
         if self.written:
             self.implement(name, torch.library.fallthrough_kernel, "Autograd")
-            if backend != "triton":  # There torch.library does it.
-                self.implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
+            self.implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
             self.library.impl(name, _derivatives.make_negative(self, overload), "Negative")
         elif self.differentiable:
             self.implement(name, _derivatives.make_autograd(self, overload, backend), "Autograd", with_keyset=True)
