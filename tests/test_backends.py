@@ -77,6 +77,45 @@ def test_triton_kernels_name_what_they_call():
                 assert called and all(name == own for name, own in called.items()), called
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """As if _C_cuda had Triton's kernel of add_one, for 8.0 and with PTX for 9.0."""
+    operator = _backends.operators["add_one"]
+    name = operator.qualified
+    monkeypatch.setattr(_backends, "compiled", lambda: (["8.0", "9.0+PTX"], frozenset({name})))
+    monkeypatch.setattr(operator, "native", ["cpu", "cuda"])
+    return operator
+
+
+def test_what_is_compiled_with_the_package_has_a_name(compiled):
+    told = extension_cpp.backends()
+    assert told["add_one"]["cuda"] == "triton (compiled)" and told["add_one"]["cpu"] == "native"
+    assert "triton (compiled)" not in told["mymul"].values()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "driver", "left"),
+    [
+        ([(8, 0), (8, 6), (9, 0)], 13000, False),
+        ([(7, 5)], 13000, True),
+        ([(9, 0), (7, 5)], 13000, True),
+        ([(12, 0)], 13000, False),  # Which the driver compiles the PTX for.
+        ([(12, 0)], 12080, True),  # That of an older CUDA doesn't.
+    ],
+)
+def test_gpus_that_run_what_is_compiled_with_the_package(compiled, monkeypatch, gpus, driver, left):
+    """If one can't, the operator does without."""
+    seen = []
+    monkeypatch.setattr(compiled, "leave_compiled", lambda: seen.append("left"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: gpus[i])
+    monkeypatch.setattr(_backends._machine, "driver_version", lambda: driver)
+    monkeypatch.setattr(_backends._elf, "built_for", lambda library: (13000, []))
+    monkeypatch.setitem(_backends._loader.libraries, "_C_cuda", PACKAGE / "_C_cuda.so")
+    _backends.leave_compiled()
+    assert seen == ["left"] * left
+
+
 @pytest.mark.slow
 def test_the_environment_names_no_backend():
     done = python("import extension_cpp", EXTENSION_CPP_BACKEND="fast")
