@@ -79,18 +79,20 @@ def test_triton_kernels_name_what_they_call():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """As if _C_cuda had Triton's kernel of add_one, for 8.0 and with PTX for 9.0."""
-    operator = _backends.operators["add_one"]
+    """As if _C_cuda had Triton's kernel of an operator, for 8.0 and with PTX for 9.0."""
+    operator = next(operator for operator in OPERATORS if operator.public)
     name = operator.qualified
     monkeypatch.setattr(_backends, "compiled", lambda: (["8.0", "9.0+PTX"], frozenset({name})))
     monkeypatch.setattr(operator, "native", ["cpu", "cuda"])
+    monkeypatch.setattr(operator, "triton", True)
     return operator
 
 
 def test_what_is_compiled_with_the_package_has_a_name(compiled):
     told = extension_cpp.backends()
-    assert told["add_one"]["cuda"] == "triton (compiled)" and told["add_one"]["cpu"] == "native"
-    assert "triton (compiled)" not in told["mymul"].values()
+    assert told[compiled.name]["cuda"] == "triton (compiled)" and told[compiled.name]["cpu"] == "native"
+    others = [by_device.values() for name, by_device in told.items() if name != compiled.name]
+    assert not any("triton (compiled)" in used for used in others)
 
 
 @pytest.mark.parametrize(
