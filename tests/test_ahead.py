@@ -59,6 +59,24 @@ def test_nothing_beyond_the_result_is_written():
             assert (got == 14).all() and got.untyped_storage().nbytes() >= 4 * n
 
 
+@pytest.mark.large
+def test_offsets_past_32_bits():
+    """In one dimension and along the outermost of two: several launches; where one step is too long for one: copied."""
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free memory")
+    for n, view in (
+        (2**31 + 17, lambda t: t),
+        (2**32, lambda t: t.view(2**20, -1)[:, 1:]),
+        (6 * 2**30, lambda t: t.view(2, 3, -1)[..., ::2]),
+    ):
+        t = view(torch.empty(n, device="cuda", dtype=torch.float16).uniform_())
+        got = extension_cpp.add_one(t)
+        for part, expected in zip(got.view(-1).split(2**30), t.reshape(-1).split(2**30)):
+            assert torch.equal(part, expected + 1)
+        del t, got, part, expected
+        torch.cuda.empty_cache()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("triton", ["", "sys.modules['triton'] = None"], ids=["with_triton", "without_triton"])
 def test_the_first_call_imports_and_compiles_nothing(triton):
