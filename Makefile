@@ -19,7 +19,7 @@ endif
 RUN := $(BIN)/python
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: test test-all test-packages features selection op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lint format clean
 
 .venv/.ready: pyproject.toml
 	@echo "making .venv, of PyTorch and the tools: usually two minutes"
@@ -138,6 +138,10 @@ bench: build
 bench-check: package
 	rm -rf build/bench-check && mkdir -p build/bench-check && cp -r benchmarks build/bench-check
 	cd build/bench-check && ../../dist/env/cpu/bin/python -m benchmarks --check
+
+# On a GPU: finds the configurations of Triton's kernels that the next build compiles for GPUs of its architecture.
+tune: build
+	$(RUN) -m benchmarks.tune
 
 # Draws the committed results, and fills in the documents' tables.
 report: build

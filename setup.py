@@ -1,4 +1,5 @@
-"""Compiles csrc/*.cpp into extension_cpp/_C and csrc/*.cu into _C_cuda.so next to it; an operator edits nothing here.
+"""Compiles csrc/*.cpp into extension_cpp/_C, and csrc/*.cu and extension_cpp/triton into _C_cuda.so next to it; an operator
+edits nothing here.
 
 Both libraries use only the LibTorch stable ABI of torch 2.10 and CPython's limited API of 3.10, so that one build works with
 all later versions of both. extension_cpp/_build.py has the flags, and the environment variables that are read.
@@ -62,6 +63,7 @@ class NinjaBuild(build_ext):
             for_cuda, why = _build.architectures(gpus, without)
             listed = f"architectures {' '.join(for_cuda)} ({why}; to change it: TORCH_CUDA_ARCH_LIST=8.0, or all)"
             said = f"CPU and CUDA ({self.reason}), {listed}"
+            said += f", Triton's kernels {_build.triton_version() or 'left out: Triton is not installed'}"
         print(f"extension_cpp: building for {said}", flush=True)
         or_exit(self.compile, for_cuda)
         targets = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
@@ -77,7 +79,9 @@ class NinjaBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         commands = _build.rules(self.nvcc, self.include_dirs, architectures)
         libraries = {Path(self.get_ext_fullpath(ext.name)).name: ext.sources for ext in self.extensions}
-        _build.write_ninja(build / "build.ninja", commands, libraries, self.build_temp)
+        needed = find("extension_cpp/triton/*.*") + find("extension_cpp/ops/*.py")
+        ahead = _build.ahead(self.nvcc, architectures, libraries, needed, self.build_temp)
+        _build.write_ninja(build / "build.ninja", commands, libraries, self.build_temp, ahead)
         if self.of_checkout:
             (ROOT / "compile_commands.json").write_text(_build.compile_commands(build / "build.ninja", ROOT))
         for line in _build.run_ninja(build / "build.ninja", ROOT):
@@ -85,12 +89,13 @@ class NinjaBuild(build_ext):
 
 
 def find(pattern):
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern) if path.is_file())
 
 
-extensions = [Extension("extension_cpp._C", find("*.cpp") + find("common/*.cpp"), py_limited_api=True)]
+common = find("csrc/common/*.cpp")
+extensions = [Extension("extension_cpp._C", find("csrc/*.cpp") + common, py_limited_api=True)]
 if NinjaBuild.nvcc:
-    extensions.append(Extension("extension_cpp._C_cuda", find("*.cu") + find("common/*.cpp"), py_limited_api=True))
+    extensions.append(Extension("extension_cpp._C_cuda", find("csrc/*.cu") + common, py_limited_api=True))
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": NinjaBuild},

@@ -57,13 +57,13 @@ def cases(device: str) -> Iterator[Case]:
                 short = log2 == 20 and op == "add_one"
                 moved = 2 * dtype.itemsize * n
                 yield Case(op, device, peers(op), inputs, expected, bytes=moved, short=short, **common)
-    log2 = 24 if device == "cuda" else 20
-    n = 2**log2
+    for log2 in (20, 24) if device == "cuda" else (20,):
+        n = 2**log2
 
-    def leaf() -> tuple[Tensor, Tensor]:
-        grad, input = vectors(device, torch.float32, n, 2)()
-        return grad, input.requires_grad_()
+        def leaf(n: int = n) -> tuple[Tensor, Tensor]:
+            grad, input = vectors(device, torch.float32, n, 2)()
+            return grad, input.requires_grad_()
 
-    steps = {OURS: backward(my_op), "input * scalar": backward(scaled)}
-    common = {"workload": "forward and backward", "dtype": torch.float32, "size": f"2^{log2}", "bytes": 16 * n}
-    yield Case("my_op", device, steps, leaf, backward(reference), operations=2 * n, **common)
+        steps = {OURS: backward(my_op), "input * scalar": backward(scaled)}
+        common = {"workload": "forward and backward", "dtype": torch.float32, "size": f"2^{log2}", "bytes": 16 * n}
+        yield Case("my_op", device, steps, leaf, backward(reference), operations=2 * n, **common)

@@ -25,10 +25,11 @@ if _loader.libraries:
     from extension_cpp import compat, nn, ops  # The schemas must be there first.
     from extension_cpp.compat import _environment
     from extension_cpp.ops import *  # noqa: F403
-    from extension_cpp.ops._backends import backends, use_backend
+    from extension_cpp.ops._backends import backends, use_backend, watch_gpus
     from extension_cpp.ops._export import decompositions, onnx_translations
     from extension_cpp.ops._operator import operator
 
+    watch_gpus()
     # In the two forms that type checkers read.
     __all__ += ["backends", "compat", "decompositions", "nn", "onnx_translations", "operator", "ops", "use_backend"]
     __all__ += ops.__all__

@@ -16,7 +16,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -139,20 +141,57 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     return commands
 
 
+def triton_version() -> str:
+    """Of the Triton that compiles kernels ahead of time; empty without it."""
+    try:
+        return metadata.version("triton") if find_spec("triton") else ""
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def ahead(
+    nvcc: str | None, architectures: Iterable[str], libraries: dict[str, list[str]], needed: Iterable[str], folder: str
+) -> list[str]:
+    """Lines of ninja's file for what Triton compiles: two sources in `folder`, which become sources of the second library.
+
+    They are made of the first one, again where one of the files in `needed` has changed.
+    """
+    version = triton_version()
+    if not nvcc or not version:
+        return []
+    cpu, cuda = libraries  # _C and _C_cuda.
+    made = [f"{folder}/triton.cu", f"{folder}/triton.cpp"]
+    libraries[cuda] = [*libraries[cuda], *made]
+    command = [sys.executable, "extension_cpp/triton/_ahead.py", version, nvcc, f"{folder}/triton", f"{folder}/{cpu}"]
+    outputs, files = (" ".join(map(escaped, paths)) for paths in (made, needed))
+    return [
+        "rule triton",
+        f"  command = {shlex.join([*command, *architectures])}",
+        "  description = triton $out",
+        "  restat = 1",
+        f"build {outputs}: triton {escaped(folder)}/{escaped(cpu)} | {files}",
+    ]
+
+
 def escaped(path: Path | str) -> str:
     """A path as ninja's file has it."""
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def write_ninja(
-    file: Path, commands: Mapping[str, str], libraries: Mapping[str, Iterable[str]], folder: str = ""
+    file: Path,
+    commands: Mapping[str, str],
+    libraries: Mapping[str, Iterable[str]],
+    folder: str = "",
+    more: Iterable[str] = (),
 ) -> None:
-    """Write the file that makes `libraries` in `folder`, each from its sources, .cpp or .cu."""
+    """Write the file that makes `libraries` in `folder`, each from its sources, .cpp or .cu; with `more` lines."""
     prefix = f"{escaped(folder)}/" if folder else ""
     lines = [f"builddir = {escaped(folder) or '.'}"]
     for name, command in commands.items():
         lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
         lines += [] if name.startswith("link") else ["  depfile = $out.d", "  deps = gcc"]
+    lines += more
     compiled = set()  # Both libraries have what csrc/common/ compiles once.
     for library, sources in libraries.items():
         objects = {f"{prefix}{escaped(Path(source).name)}.o": source for source in sources}

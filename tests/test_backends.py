@@ -59,7 +59,7 @@ def test_triton_has_the_schema_too():
 
 def test_triton_kernels_are_declared():
     """With triton=True; without it nothing calls them, and nothing tests them."""
-    files = {path.stem for path in (PACKAGE / "triton").glob("*.py")} - {"__init__", "elementwise"}
+    files = {path.stem for path in (PACKAGE / "triton").glob("*.py")} - {"__init__", "_ahead", "elementwise"}
     undeclared = files - {operator.stem for operator in OPERATORS if operator.triton}
     assert not undeclared, f"no operator of {', '.join(sorted(undeclared))} is declared with triton=True"
 
@@ -75,6 +75,47 @@ def test_triton_kernels_name_what_they_call():
                 code, scope = kernel.plain.fn.__code__, kernel.plain.fn.__globals__
                 called = {name: scope[name].fn.__name__ for name in code.co_names if hasattr(scope.get(name), "fn")}
                 assert called and all(name == own for name, own in called.items()), called
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """As if _C_cuda had Triton's kernel of an operator, for 8.0 and with PTX for 9.0."""
+    operator = next(operator for operator in OPERATORS if operator.public)
+    name = operator.qualified
+    monkeypatch.setattr(_backends, "compiled", lambda: (["8.0", "9.0+PTX"], frozenset({name})))
+    monkeypatch.setattr(operator, "native", ["cpu", "cuda"])
+    monkeypatch.setattr(operator, "triton", True)
+    return operator
+
+
+def test_what_is_compiled_with_the_package_has_a_name(compiled):
+    told = extension_cpp.backends()
+    assert told[compiled.name]["cuda"] == "triton (compiled)" and told[compiled.name]["cpu"] == "native"
+    others = [by_device.values() for name, by_device in told.items() if name != compiled.name]
+    assert not any("triton (compiled)" in used for used in others)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "driver", "left"),
+    [
+        ([(8, 0), (8, 6), (9, 0)], 13000, False),
+        ([(7, 5)], 13000, True),
+        ([(9, 0), (7, 5)], 13000, True),
+        ([(12, 0)], 13000, False),  # Which the driver compiles the PTX for.
+        ([(12, 0)], 12080, True),  # That of an older CUDA doesn't.
+    ],
+)
+def test_gpus_that_run_what_is_compiled_with_the_package(compiled, monkeypatch, gpus, driver, left):
+    """If one can't, the operator does without."""
+    seen = []
+    monkeypatch.setattr(compiled, "leave_compiled", lambda: seen.append("left"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: gpus[i])
+    monkeypatch.setattr(_backends._machine, "driver_version", lambda: driver)
+    monkeypatch.setattr(_backends._elf, "built_for", lambda library: (13000, []))
+    monkeypatch.setitem(_backends._loader.libraries, "_C_cuda", PACKAGE / "_C_cuda.so")
+    _backends.leave_compiled()
+    assert seen == ["left"] * left
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,11 @@ def triton_on_cuda() -> set[str]:
     return {name for path in sources for name in re.findall(r'Operator \w+\(\s*"(\w+)\(', path.read_text())}
 
 
+def triton_kernel(name: str) -> Any:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    return _backends.operators[name].triton_kernel()
+
+
 def overloads() -> list[str]:
     """What the libraries define, by the name that the dispatcher has for it; other overloads are Python's."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::"))
@@ -155,7 +161,12 @@ def test_every_operator_has_its_kernels():
     if torch.version.cuda is not None and C_CUDA.exists():
         assert extension_cpp.load_errors == {}
         without = [name for name in names if not has_kernel(name, "CUDA")]
-        assert {name.split("::")[1].split(".")[0] for name in without} <= triton_on_cuda()
+        left = {name.split("::")[1].split(".")[0] for name in without}
+        compiled = {name.split("::")[1] for name in _backends.compiled()[1]}
+        assert left <= triton_on_cuda() - compiled and compiled <= triton_on_cuda()
+        if any(Path(sys.prefix).glob("conda-meta/extension_cpp-*.json")):  # Whose build has Triton.
+            formulas = {name for name in triton_on_cuda() if hasattr(triton_kernel(name), "prepare")}
+            assert compiled == formulas
     assert triton_on_cuda() <= {name for name, operator in _backends.operators.items() if operator.triton}
     dangling = torch._C._dispatch_find_dangling_impls()
     assert [line for line in dangling if "extension_cpp::" in line] == []

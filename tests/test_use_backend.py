@@ -75,9 +75,13 @@ class TestBackends:
         assert list(told) == sorted(extension_cpp.ops.__all__)
         for name, by_type in told.items():
             assert by_type["cpu"] == "native" and by_type["xpu"] == "reference"
-            native = CUDA and (PACKAGE / "_C_cuda.so").exists() and name not in ("add_one", "my_op")
+            native = CUDA and (PACKAGE / "_C_cuda.so").exists()
+            if native and name in ("add_one", "my_op"):
+                native = f"extension_cpp::{name}" in _backends.compiled()[1]
             triton = name in ("add_one", "my_op", "mymul", "mymuladd") and CUDA and not _backends.why_no_triton()
-            assert by_type["cuda"] == ("native" if native else "triton" if triton else "reference")
+            compiled = native and name in ("add_one", "my_op")
+            wanted = _backends.COMPILED if compiled else "native" if native else "triton" if triton else "reference"
+            assert by_type["cuda"] == wanted
         json.dumps(told)
 
 
@@ -172,9 +176,11 @@ except RuntimeError as error:
 print(extension_cpp.add_one(torch.ones(2)).tolist(), extension_cpp.backends()["add_one"]["cuda"])
 """)
         wanted = "use_backend: backend must be native or reference, got 'triton': Triton is not installed: pip install triton"
-        assert done.stdout.splitlines() == [wanted, "[2.0, 2.0] reference"], done.stderr
+        used = "triton (compiled)" if _backends.compiled()[1] else "reference"
+        assert done.stdout.splitlines() == [wanted, f"[2.0, 2.0] {used}"], done.stderr
 
     @pytest.mark.slow
+    @pytest.mark.skipif(bool(_backends.compiled()[1]), reason="its kernels were compiled with the package")
     def test_an_operator_without_it(self):
         """On CUDA without kernels for it; fake tensors go where real ones would."""
         done = python("""

@@ -90,6 +90,11 @@ class Launch {
     check(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
+  // A kernel that nvcc didn't compile, without dynamic shared memory; `arguments` point to its parameters.
+  void compiled(cudaKernel_t kernel, int64_t blocks, int threads, void** arguments) {
+    check(cudaLaunchKernel(kernel, static_cast<unsigned>(blocks), threads, arguments, 0, stream_));
+  }
+
   void zero(void* memory, size_t bytes) { STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
   // A value on the device, once all that was launched before is done.

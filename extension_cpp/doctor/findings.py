@@ -37,6 +37,8 @@ class Finding:
     """An error keeps torch or a library from being loaded; a warning is of something that works, but not as it could."""
 
 
+COMPILED = ("native", "triton (compiled)")
+"""What a backend of compiled code is called."""
 warning = partial(Finding, severity="warning")
 Check = Callable[[Facts], Iterator[Finding]]
 
@@ -181,6 +183,8 @@ def architectures(facts: Facts) -> Iterator[Finding]:
             what = f"{library.path.name} has no code with Hopper's own instructions for {gpu.name}"
         elif ptx:
             what += ": the driver compiles its PTX at the first call"
+        elif any("triton" in used.get("cuda", "") for used in facts.probe.get("backends", {}).values()):
+            how += "; operators in Triton are compiled just in time if Triton is installed, else run their reference"
         others = [name for name in library.architectures if name != gpu.arch]
         listed = ";".join([*others, wanted] if gpu.architecture >= (7, 5) else [wanted])
         fix = install_package(facts, "", same=False, TORCH_CUDA_ARCH_LIST=listed, USE_CUDA="1")
@@ -268,7 +272,7 @@ def no_kernels(facts: Facts, errors: set[str]) -> Iterator[Finding]:
     backends, load_errors = facts.probe.get("backends", {}), facts.probe.get("load_errors", {})
     cuda = facts.gpus and facts.library("_C_cuda") and not errors and not load_errors
     for device_type in ("cpu", "cuda") if cuda else ("cpu",):
-        if backends and all(used.get(device_type) != "native" for used in backends.values()):
+        if backends and not any(used.get(device_type) in COMPILED for used in backends.values()):
             how = f"none of {', '.join(backends)} does, though no library failed to load"
             fix = install_package(facts, built_as(facts))
             yield warning("not-native", f"no operator runs compiled code on {device_type}", how, fix)

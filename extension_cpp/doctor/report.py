@@ -18,7 +18,7 @@ except ImportError:  # The same words without colors.
     Console = None  # type: ignore[assignment,misc]
 
 VECTORS = {"baseline": "128 bits", "avx2": "256 bits (AVX2)", "avx512": "512 bits (AVX-512)"}
-COLORS = {"native": "green", "triton": "yellow", "reference": "red"}
+COLORS = {"native": "green", "triton (compiled)": "green", "triton": "yellow", "reference": "red"}
 
 
 def say(*parts: tuple[str, str]) -> None:

@@ -7,6 +7,7 @@ before the dispatcher sees them, which costs nothing where no backend is chosen,
 any mode.
 """
 
+import ctypes
 import os
 import threading
 import warnings
@@ -20,11 +21,14 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from extension_cpp import _loader
+from extension_cpp import _elf, _loader, _machine
+from extension_cpp._build import runs_on
 
 NAMESPACE = "extension_cpp"
 """Of an operator whose declaration names none."""
 BACKENDS = ("native", "triton", "reference")
+COMPILED = "triton (compiled)"
+"""What "native" is called where the library's kernel is Triton's, compiled when the package was built."""
 VARIABLE = "EXTENSION_CPP_BACKEND"
 
 chosen = os.environ.get(VARIABLE, "")
@@ -48,8 +52,9 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
         device_types: types to tell next to "cpu", "cuda" and that of this machine's accelerator.
 
     Returns:
-        Operator name to device type to "native" (compiled C++ or CUDA), "triton" or "reference" (plain PyTorch), as it was
-        settled at import; :class:`use_backend` changes nothing here. The name of an operator in another namespace has it in
+        Operator name to device type to "native" (compiled C++ or CUDA), "triton (compiled)" (native too, made of a Triton
+        kernel when the package was built), "triton" (compiled just in time) or "reference" (plain PyTorch), as it was settled
+        at import; :class:`use_backend` changes nothing here. The name of an operator in another namespace has it in
         front, as in "my_ops::scale". A type of device is missing where the environment variable EXTENSION_CPP_BACKEND
         asks for a backend that the operator doesn't have there. An operator of another library is there while
         :mod:`extension_cpp.compat` is on for it, with its library in front, and the types of device where it runs ours.
@@ -63,7 +68,7 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     there = ["cpu", "cuda", *([accelerator.type] if accelerator else []), *device_types]
     found = {
-        name: {device: backend for device in dict.fromkeys(there) if (backend := used(operator, device))}
+        name: {device: backend for device in dict.fromkeys(there) if (backend := shown(operator, device))}
         for name, operator in sorted(operators.items())
         if operator.public
     }
@@ -81,6 +86,29 @@ def used(operator: Any, device_type: str) -> str | None:
     """The backend that a call leads to unless told otherwise; None where the environment wants one that isn't there."""
     found = implementations(operator, device_type)
     return found[0] if not chosen else chosen if chosen in found else None
+
+
+def shown(operator: Any, device_type: str) -> str | None:
+    """What :func:`backends` calls the backend that is used."""
+    backend = used(operator, device_type)
+    return COMPILED if backend == "native" and is_compiled(operator, device_type) else backend
+
+
+def is_compiled(operator: Any, device_type: str) -> bool:
+    """Whether an operator's native kernel is Triton's, compiled when the package was built."""
+    return device_type == "cuda" and operator.triton and operator.qualified in compiled()[1]
+
+
+@cache
+def compiled() -> tuple[list[str], frozenset[str]]:
+    """What of Triton was compiled when the package was built: for which architectures, and of which operators."""
+    library = _loader.libraries.get("_C_cuda")
+    ask = getattr(ctypes.CDLL(str(library)), "extension_cpp_compiled", None) if library else None
+    if ask is None:
+        return [], frozenset()
+    ask.restype = ctypes.c_char_p
+    architectures, *names = ask().decode().split()
+    return architectures.split("/"), frozenset(f"{NAMESPACE}::{name}" for name in names)
 
 
 @cache
@@ -136,6 +164,25 @@ def add(operator: Any) -> None:
         require(operator, "triton", (*args, *kwargs.values()))
 
     _lead_to(operator, "triton", no_triton)
+
+
+def watch_gpus() -> None:
+    """Once PyTorch initialises CUDA, and not before, see whether its GPUs run what was compiled of Triton."""
+    if compiled()[1] and not chosen:
+        torch.cuda._lazy_call(leave_compiled)
+
+
+def leave_compiled() -> None:
+    """Where a GPU runs none of it, use Triton just in time if it is there, else the reference."""
+    architectures, names = compiled()
+    gpus = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    code, ptx = (all(can) for can in zip(*(runs_on(architectures, gpu) for gpu in gpus)))
+    if not code and ptx:  # A driver compiles no PTX of a newer CUDA than its own.
+        ptx = (_machine.driver_version() or 0) >= _elf.built_for(_loader.libraries["_C_cuda"])[0]
+    if not (code or ptx):
+        for operator in operators.values():
+            if operator.qualified in names and "cuda" in operator.native:
+                operator.leave_compiled()
 
 
 def _lead_to(operator: Any, backend: str, overload: Callable) -> None:

@@ -242,7 +242,7 @@ class Operator:
         # This package's, which are Python modules too, and those of extension_cpp.jit and torch.ops.load_library.
         libraries = dict.fromkeys(map(str, [*_loader.libraries.values(), *torch.ops.loaded_libraries]))
         for library in libraries:
-            if line := _ask(library)(self.qualified.encode()):
+            if line := signature_in(library)(self.qualified.encode()):
                 return Signature.read(line.decode(), self.schema)
         fail(self.name, f"no signature of {self.qualified} in {', '.join(libraries) or 'any library'}")
 
@@ -491,8 +491,7 @@ class Operator:
         name = name.partition("::")[2]
         if self.written:
             self.implement(name, torch.library.fallthrough_kernel, "Autograd")
-            if backend != "triton":  # There torch.library does it.
-                self.implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
+            self.implement(name, _derivatives.make_write(self, overload), "ADInplaceOrView", with_keyset=True)
             self.library.impl(name, _derivatives.make_negative(self, overload), "Negative")
         elif self.differentiable:
             self.implement(name, _derivatives.make_autograd(self, overload, backend), "Autograd", with_keyset=True)
@@ -518,13 +517,38 @@ class Operator:
     def _choose_kernels(self) -> None:
         """Let the operator lead to what is used on each type of device."""
         name = self.name
+        self.library.impl(name, self._fallback, "CompositeExplicitAutograd")
+        # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
+        # that torch.func made and is done with, which may need a gradient behind what it says of itself.
+        for key in (
+            "CompositeExplicitAutograd",
+            "AutocastCPU",
+            "AutocastCUDA",
+            "FuncTorchGradWrapper",
+            "Tracer",
+            *["Negative"] * bool(self.written),
+        ):
+            if self.kernel is not None:
+                self.library.impl(f"{name}.kernel", self.default, key)
+                self.packet.kernel._tags = self.default._tags
+        for device in ("cpu", "cuda"):
+            backend, there = _backends.used(self, device), device in self.native
+            if there and backend != "native":
+                self.replaced[device] = torch.library.get_kernel(self.qualified, device.upper())
+            if backend == "triton" or (there and backend != "native"):
+                self._replace_kernel(device)
+        if any(map(self._shows_triton, ("cpu", "cuda"))) and not _backends.interpreted:
+            self._show_the_compiler(self.default)
 
-        def fallback(*args: Any) -> Any:
-            """On types of device that have no kernel of their own here."""
-            _backends.require(self, _backends.chosen or "reference", args)
-            if not _backends.chosen and (device := _backends.device_type(args)):
-                _backends.warn_once(self, device, "reference")
-            return self.checked(*args)
+    def _fallback(self, *args: Any) -> Any:
+        """On types of device that have no kernel of their own here."""
+        _backends.require(self, _backends.chosen or "reference", args)
+        if not _backends.chosen and (device := _backends.device_type(args)):
+            _backends.warn_once(self, device, "reference")
+        return self.checked(*args)
+
+    def _replace_kernel(self, device: str) -> None:
+        """Let calls on a type of device lead to Triton or the reference."""
 
         def triton(*args: Any) -> Any:
             if not _backends.chosen:
@@ -540,34 +564,24 @@ class Operator:
                 if not args[i].is_inference():
                     increment_version(args[i])
 
-        self.library.impl(name, fallback, "CompositeExplicitAutograd")
-        # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
-        # that torch.func made and is done with, which may need a gradient behind what it says of itself.
-        for key in (
-            "CompositeExplicitAutograd",
-            "AutocastCPU",
-            "AutocastCUDA",
-            "FuncTorchGradWrapper",
-            "Tracer",
-            *["Negative"] * bool(self.written),
-        ):
-            if self.kernel is not None:
-                self.library.impl(f"{name}.kernel", self.default, key)
-                self.packet.kernel._tags = self.default._tags
-        by_triton = False
-        for device in ("cpu", "cuda"):
-            backend, there = _backends.used(self, device), device in self.native
-            by_triton |= backend == "triton"
-            if backend == "native" or not (there or backend == "triton"):
-                continue
-            if there:
-                self.replaced[device] = torch.library.get_kernel(self.qualified, device.upper())
-            kernel = triton if backend == "triton" else fallback
-            self.implement(name, kernel, device.upper())
-            if backend == "triton":
-                self.implement(f"{name}.kernel", triton_into if self.written else triton, device.upper())
-        if by_triton and not _backends.interpreted:
-            self._show_the_compiler(self.default)
+        by_triton = _backends.used(self, device) == "triton"
+        self.implement(self.name, triton if by_triton else self._fallback, device.upper())
+        if by_triton:
+            self.implement(f"{self.name}.kernel", triton_into if self.written else triton, device.upper())
+
+    def leave_compiled(self) -> None:
+        """Do without Triton's kernels that were compiled with the package: a GPU can't run them."""
+        self.native.remove("cuda")
+        self._replace_kernel("cuda")
+        if _backends.used(self, "cuda") != "triton":
+            self.implement(f"{self.name}.kernel", self.default, "CUDA")
+        self.registered, self.looked = self._registrations(), -1
+
+    def _shows_triton(self, device: str) -> bool:
+        """Whether torch.compile sees Triton's kernels where the operator is called on a type of device."""
+        if _backends.is_compiled(self, device) and device in self.native:
+            return not _backends.chosen and not _backends.why_no_triton()
+        return _backends.used(self, device) == "triton"
 
     def _count_operations(self, counter: Any) -> None:
         """Enter the formula into torch.utils.flop_counter."""
@@ -653,11 +667,15 @@ class Operator:
         self.shown.add(f"{self.qualified}.symbolic")
         return self.packet.symbolic
 
-    def _make_triton(self) -> Any:
-        """<op>.triton, of the kernel in the module that the declaration names."""
+    def triton_kernel(self) -> Any:
+        """What the module that the declaration names has under the operator's name."""
         named = self.declared.triton
         module = importlib.import_module(named if isinstance(named, str) else f"extension_cpp.triton.{self.stem}")
-        kernel = getattr(module, self.name)
+        return getattr(module, self.name)
+
+    def _make_triton(self) -> Any:
+        """<op>.triton, of that kernel."""
+        kernel = self.triton_kernel()
         if hasattr(kernel, "prepare"):  # A formula under @elementwise.
             kernel.prepare(self)
 
@@ -705,7 +723,7 @@ class Operator:
                 custom_triton_ops_decomposition_disabled,
             )  # Which imports all of the compiler.
 
-            used = overload is not self.default or _backends.used(self, _backends.device_type(args)) == "triton"
+            used = overload is not self.default or self._shows_triton(_backends.device_type(args))
             symbolic = any(
                 is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
                 for arg in args
@@ -780,7 +798,7 @@ def _function_modes_matter() -> bool:
 
 
 @cache
-def _ask(library: Any) -> Callable[[bytes], bytes | None]:
+def signature_in(library: Any) -> Callable[[bytes], bytes | None]:
     """The function of a library that tells the signatures of its operators."""
     try:
         function = ctypes.CDLL(str(library)).extension_cpp_signature

@@ -49,22 +49,38 @@ class Kernel:
         constants = [f"{constant}: tl.constexpr" for constant in ("DIMS", "MANY", "WIDE", "BLOCK")]
         given = {tensor: f"widen({tensor}_value)" for tensor in tensors}
         given |= {number: f"number({number}_high, {number}_low).to(wide.dtype)" for number in numbers}
+        values = [f"value{i}" for i in range(results)]
+
+        def body(inside: str) -> list[str]:
+            """A program's elements; only those `inside` of the result, where not all are."""
+            lines = []
+            for tensor in tensors:
+                strides = ", ".join(f"{tensor}_stride{d}" for d in range(MAX_DIMS))
+                place = f"{tensor} + offsets(at, size0, size1, {strides}, DIMS)"
+                lines.append(f"{tensor}_value = tl.load({place}{inside})")
+            lines.append(f"wide = widen({tensors[0]}_value)")
+            lines.append(f"{', '.join(values)} = {name}({', '.join(given[a] for a in formula.arg_names)})")
+            return lines + [
+                f"tl.store(out{i} + at, {value}.to({tensors[0]}_value.dtype){inside})" for i, value in enumerate(values)
+            ]
+
         lines = [
             f"def {name}_kernel({', '.join(parameters + constants)}):",
             "    at = positions(BLOCK, WIDE)",
             "    inside = at < elements(n30, rest, WIDE)",
+            "    if DIMS == 1:",  # Without a mask accesses are wide, however many elements there are.
+            "        if tl.program_id(0) < elements(n30, rest, WIDE) // BLOCK:",
+            *(f"            {line}" for line in body("")),
+            "        else:",
+            *(f"            {line}" for line in body(", inside")),
+            "    else:",
+            *(f"        {line}" for line in body(", inside")),
         ]
-        for tensor in tensors:
-            strides = ", ".join(f"{tensor}_stride{d}" for d in range(MAX_DIMS))
-            lines.append(f"    {tensor}_value = tl.load({tensor} + offsets(at, size0, size1, {strides}, DIMS), inside)")
-        values = [f"value{i}" for i in range(results)]
-        lines.append(f"    wide = widen({tensors[0]}_value)")
         # By its own name, under which Inductor writes down what a kernel calls.
-        if name in re.findall(r"\w+", "\n".join(lines)) or hasattr(globals().get(name), "fn"):
+        others = "\n".join(lines).replace(f" = {name}(", " = (")
+        if name in re.findall(r"\w+", others) or hasattr(globals().get(name), "fn"):
             how = "give the formula another, and call elementwise(formula) by the operator's"
             _backends.fail(name, f"its kernel has another use for that name; {how}")
-        lines.append(f"    {', '.join(values)} = {name}({', '.join(given[a] for a in formula.arg_names)})")
-        lines += [f"    tl.store(out{i} + at, value{i}.to({tensors[0]}_value.dtype), inside)" for i in range(results)]
         source = "\n".join(lines) + "\n"
         file = f"<{name}_kernel of extension_cpp.triton>"
         linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
