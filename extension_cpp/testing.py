@@ -243,6 +243,21 @@ def elementwise_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
     yield make(3, 4, 2, 5, 3)[::2, 1:, :, ::3].permute(4, 1, 3, 0, 2)
 
 
+def row_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor (..., N) of each kind that a row-wise operator meets: short and long rows, of an odd length, none, strided."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+    for shape in ((3, 5), (8,), (2, 3, 4), (0, 4), (2, 0), (5, 1), (33, 65), (300, 16), (2, 1032), (3, 5000)):
+        yield make(*shape)
+    yield make(2, 9000)  # On CUDA, more than a block takes at once.
+    yield make(40, 6).t()
+    yield make(2, 3, 4, 8).transpose(1, 2)
+    yield make(8).expand(4, 8)
+
+
 class Contract:
     """The checks. `op` is the operator under test; subclasses may add tests of their own."""
 
