@@ -18,6 +18,13 @@ namespace extension_cpp::detail {
 constexpr int kWarp = 32, kRowThreads = 512, kSumThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffff;
 
+// Threads of a block at most. Sums next to a row take registers: a block with few of them can have more threads, which
+// was faster there, and slower where there are no sums.
+template <class T>
+constexpr int threads_of(int sums, int elements) {
+  return sums && sizeof(T) * elements <= 32 ? 1024 : 512;
+}
+
 template <class Formula>
 struct RowParameters {
   const void* data[RowShape<Formula>::kIn];
@@ -66,6 +73,14 @@ __device__ __forceinline__ State combine_block(const Formula& formula, State sta
   __syncthreads();
   return combine_warp(formula, lane < static_cast<int>(blockDim.x) / kWarp ? states[lane] : State{});
 }
+
+template <class V>
+struct ConvertTo {
+  template <class T>
+  EXTENSION_CPP_INLINE V operator()(const T& value) const {
+    return static_cast<V>(value);
+  }
+};
 
 // What kernels do with a row, in chunks of kWidth elements, of which a thread has kEach at a time.
 template <class Formula, class T, int kWidth, int kEach>
@@ -120,11 +135,16 @@ struct RowOnCuda {
     }
   }
 
+  // What finish returns. Not by a function of the device alone, which the host's compiler knows nothing of.
+  using Kept = decltype(finish_row<Formula, T, V>(
+      std::declval<const Formula&>(), std::declval<const State&>(), std::declval<const Row&>(), nullptr,
+      std::declval<const Leading<Shape::kIn>&>(), 0, ConvertTo<V>(), std::make_index_sequence<Shape::kOne>()));
+
   // What is kept of the row; `stores` in one thread.
-  __device__ __forceinline__ auto finish(const State& state, bool stores) const {
-    const auto kept = finish_row<Formula, T, V>(
-        formula, state, Row{p, index, p.size}, p.data, p.leading, index,
-        [](const T& value) { return static_cast<V>(value); }, std::make_index_sequence<Shape::kOne>());
+  __device__ __forceinline__ Kept finish(const State& state, bool stores) const {
+    const Kept kept = finish_row<Formula, T, V>(
+        formula, state, Row{p, index, p.size}, p.data, p.leading, index, ConvertTo<V>(),
+        std::make_index_sequence<Shape::kOne>());
     if (stores) {
       keep_row<Formula, T, V>(
           kept, p.results, index, [](T& to, V value) { to = static_cast<T>(value); },
@@ -237,7 +257,8 @@ struct RowOnCuda {
 
 // Rows that the registers hold, of a warp each or of a block. sums: of each block, [block][sum][element].
 template <class Formula, class T, int kWidth, int kEach, bool kOfWarp, class V>
-__global__ void __launch_bounds__(kRowThreads, RowShape<Formula>::kSums ? 1 : 2)
+__global__ void __launch_bounds__(
+    threads_of<T>(RowShape<Formula>::kSums, kEach* kWidth), RowShape<Formula>::kSums ? 1 : 2)
     resident_kernel(const __grid_constant__ RowParameters<Formula> p, Formula formula, V* sums) {
   using Code = RowOnCuda<Formula, T, kWidth, kEach>;
   using Shape = typename Code::Shape;
@@ -393,8 +414,10 @@ class RowLaunches {
   using V = typename Compute<T>::type;
   using Shape = RowShape<Formula>;
   using State = typename StateOf<Formula, V>::type;
-  using Kept = decltype(std::declval<const RowOnCuda<Formula, T, kWidth, 1>&>().finish(std::declval<State>(), true));
-  static constexpr int kUsual = 4, kMost = std::min(8, 32 / kWidth);  // chunks of a row that a thread holds
+  using Kept = typename RowOnCuda<Formula, T, kWidth, 1>::Kept;
+  // Chunks of a row that a thread holds, of short rows and of long ones.
+  static constexpr int kUsual = Shape::kSums ? (kWidth == 1 ? 8 : 16 / kWidth) : 4;
+  static constexpr int kMost = Shape::kSums ? (kWidth == 4 ? 2 * kUsual : kUsual) : std::min(8, 32 / kWidth);
   static constexpr int64_t kLeastRows = 8;  // of which a block makes one sum, so that sums take little memory
 
  public:
@@ -404,8 +427,9 @@ class RowLaunches {
   }
 
   void run() {
-    if (chunks_ <= kWarp * kUsual) return resident<kUsual, true>(Shape::kSums ? kRowThreads : kThreads);
-    const int64_t threads = std::min<int64_t>(ceil_div(chunks_, kUsual * kWarp) * kWarp, kRowThreads);
+    if (chunks_ <= kWarp * kUsual) return resident<kUsual, true>(Shape::kSums ? 512 : kThreads);
+    constexpr int kThreadsAtMost = threads_of<T>(Shape::kSums, kUsual * kWidth);
+    const int64_t threads = std::min<int64_t>(ceil_div(chunks_, kUsual * kWarp) * kWarp, kThreadsAtMost);
     if (chunks_ <= threads * kUsual) return resident<kUsual, false>(static_cast<int>(threads));
     if constexpr (kMost > kUsual) {
       if (chunks_ <= threads * kMost && !few()) return resident<kMost, false>(static_cast<int>(threads));

@@ -175,8 +175,10 @@ class RowsOnCpu {
   }
 
   template <class Kept>
-  void write_row(int64_t r, const Kept& kept, int64_t begin, int64_t end, V* all_sums) const {
+  void write_row(int64_t r, const Kept& given, int64_t begin, int64_t end, V* all_sums) const {
     simd::run([&] {
+      const Kept kept = given;  // Of which the compiler knows that no result overwrites it.
+      const Formula formula = formula_;
       constexpr int kOut = Shape::kRowsOut + Shape::kSums;
       alignas(64) V buffers[kConverts ? Shape::kElements : 1][kBlock];
       alignas(64) V written[kConverts ? kOut : 1][kBlock];
@@ -196,10 +198,10 @@ class RowsOnCpu {
           }
         }
 #pragma GCC ivdep
-        for (int64_t i = 0; i < n; ++i) {
+        for (int i = 0; i < static_cast<int>(n); ++i) {
           V values[Shape::kElements];
           for (int e = 0; e < Shape::kElements; ++e) values[e] = in[e][i];
-          const auto result = write_one(formula_, kept, at + i, values, kEach);
+          const auto result = write_one(formula, kept, at + i, values, kEach);
           for (int o = 0; o < kOut; ++o) {
             if (Shape::Out::kAt[Shape::kWrittenAt[o]] == kColumns) {
               out[o][i] += value_at(result, o);
