@@ -74,13 +74,18 @@ features: build
 selection: $(READY)
 	$(RUN) tests/checkout/selection.py
 
-# A new operator NAME; KIND=triton; SHAPE=two-outputs, in-place, optional or data-dependent.
+# A new operator NAME, of a KIND and a SHAPE; without NAME it says which there are.
+ifndef NAME
+op: $(READY)
+	@$(RUN) -m templates.op list
+else
 op: build
 	$(RUN) -m templates.op add "$(NAME)" $(if $(KIND),--kind "$(KIND)") $(if $(SHAPE),--shape "$(SHAPE)")
 	@$(MAKE) --no-print-directory build
 	$(RUN) -m pytest "tests/test_$(NAME).py"
 	@echo "next: edit csrc/$(NAME).cpp and extension_cpp/ops/$(NAME).py, and after each edit: make check NAME=$(NAME)." \
 	    "The guide: $(firstword $(wildcard docs/add-an-operator.md) README.md)"
+endif
 
 # After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing. ALL=1
 # also checks what torch.compile and torch.export make of it.

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -132,5 +133,56 @@ def elementwise_cases(
                     operations=n,
                     short=log2 == 20,
                 )
+
+    return cases
+
+
+ROWS = {"cpu": ((64, 1024), (4096, 1024), (1024, 16384)), "cuda": ((4096, 1024), (4096, 16384), (65536, 4096))}
+
+
+def row_cases(
+    function: Any, arguments: Callable[[Tensor], tuple] = lambda x: (x,), peers: dict[str, Function] | None = None
+) -> Callable[[str], Iterator[Case]]:
+    """The cases of a row-wise operator of this package, next to its reference, eager and compiled, forward and backward.
+
+    Args:
+        function: the public function.
+        arguments: makes its arguments of rows.
+        peers: other functions of these.
+    """
+    operator = function.operator
+    eager = operator.reference
+
+    @cache
+    def make() -> Function:
+        return compiled(eager)
+
+    contenders = {OURS: function, "eager": eager, "compiled": lambda *args: make()(*args), **(peers or {})}
+
+    def cases(device: str) -> Iterator[Case]:
+        for dtype, (rows, size) in product(DTYPES, ROWS[device]):
+
+            def inputs(dtype: torch.dtype = dtype, rows: int = rows, size: int = size) -> tuple:
+                return arguments(torch.randn(rows, size, device=device).to(dtype))
+
+            def training(inputs: Callable[[], tuple] = inputs) -> tuple:
+                leaves = tuple(t.detach().clone().requires_grad_() if isinstance(t, Tensor) else t for t in inputs())
+                return torch.randn_like(eager(*inputs())), *leaves
+
+            described = {"dtype": dtype, "size": f"{rows} x {size}", "short": (rows, size) == ROWS["cpu"][0]}
+            moved = dtype.itemsize * rows * size
+            yield Case(operator.name, device, contenders, inputs, eager, bytes=2 * moved, **described)
+            both = {name: backward(who) for name, who in contenders.items()}
+            yield Case(
+                operator.name,
+                device,
+                both,
+                training,
+                backward(eager),
+                workload="forward and backward",
+                bytes=5 * moved,
+                tolerance=torch.finfo(dtype).eps * 32 * (1 + rows**0.5),  # Of a sum over rows.
+                **described,
+            )
 
     return cases

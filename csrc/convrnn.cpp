@@ -58,28 +58,6 @@ inline V tanh_of(V z) {
   return std::copysign(m / (m + 2), z);
 }
 
-template <class T, class V>
-void read(const T* from, int64_t step, V* to, int64_t n) {
-  if (step != 1) {
-    for (int64_t i = 0; i < n; ++i) to[i] = load(from[i * step]);
-  } else if constexpr (std::is_same_v<T, float16>) {
-    load(from, to, n);
-  } else {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) to[i] = load(from[i]);
-  }
-}
-
-template <class T, class V>
-void write(T* to, const V* from, int64_t n) {
-  if constexpr (std::is_same_v<T, float16>) {
-    store(to, from, n);
-  } else {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) store(to[i], from[i]);
-  }
-}
-
 template <int kTaps, class V>
 void add_taps(const V* from, const V* weights, V* to, int64_t n) {
 #pragma GCC ivdep

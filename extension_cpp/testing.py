@@ -165,6 +165,11 @@ def longer(args: Args, times: int) -> Args:
     return map_tensors(lambda t: torch.cat([t] * times), args)
 
 
+def widened(t: Tensor) -> Tensor:
+    """In higher precision; integers, which may be indices, as they are."""
+    return t.detach().to(torch.float64) if t.is_floating_point() else t
+
+
 def once(t: Tensor) -> Tensor:
     """t without its broadcast dimensions' repetitions."""
     return t[tuple(slice(1) if stride == 0 and size else slice(None) for size, stride in zip(t.shape, t.stride()))]
@@ -243,6 +248,21 @@ def elementwise_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
     yield make(3, 4, 2, 5, 3)[::2, 1:, :, ::3].permute(4, 1, 3, 0, 2)
 
 
+def row_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor (..., N) of each kind that a row-wise operator meets: short and long rows, of an odd length, none, strided."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+    for shape in ((3, 5), (8,), (2, 3, 4), (0, 4), (2, 0), (5, 1), (33, 65), (300, 16), (2, 1032), (3, 5000)):
+        yield make(*shape)
+    yield make(2, 9000)  # On CUDA, more than a block takes at once.
+    yield make(40, 6).t()
+    yield make(2, 3, 4, 8).transpose(1, 2)
+    yield make(8).expand(4, 8)
+
+
 class Contract:
     """The checks. `op` is the operator under test; subclasses may add tests of their own."""
 
@@ -287,22 +307,24 @@ class Contract:
                 why = "exact=True of the Case wants its bits; ulps= instead allows rounding"
                 assert same_bits(got, want), f"{got}, expected {want}, on {describe(args)}; {why}"
             return
-        exact = map_tensors(lambda t: t.detach().to(torch.float64), args)
+        exact = map_tensors(widened, args)
         expected = run(op, op.reference, exact)
         actual = self.results_of(args)
         scales = [e.abs() for e in expected] if op.magnitude is None else tensors(op.magnitude(*exact))
         for got, want, scale in zip(actual, expected, scales):
             assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-            dtype = got.dtype
-            if not dtype.is_floating_point:
+            if not got.dtype.is_floating_point:
                 assert torch.equal(got.double(), want), f"{got}, expected {want}, on {describe(args)}"
                 continue
+            # Of a statistic in float64, that of what it was computed from.
+            computed = [t.dtype for t in tensors(args) if t.is_floating_point()]
+            dtype = max([got.dtype, *computed[:1]], key=lambda dtype: torch.finfo(dtype).eps)
             finite = want.abs() <= torch.finfo(dtype).max
             bound = op.ulps.get(dtype, 1.0) * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
             error = (got.to(torch.float64) - want).abs()
             wrong = finite & ~(error <= bound)
             assert not wrong.any(), self.say_error(op, got, want, error / bound * wrong, args)
-            assert same_bits(got[~finite], want[~finite].to(dtype)), f"wrong infinity or NaN on {describe(args)}"
+            assert same_bits(got[~finite], want[~finite].to(got.dtype)), f"wrong infinity or NaN on {describe(args)}"
 
     def results_of(self, args: Args) -> list[Tensor]:
         """Of a call: of the dtypes that the signature says, and none of the arguments, on which autograd relies."""
@@ -382,7 +404,7 @@ class Contract:
         for args in islice(self.op.samples(device, torch.float32), 2):  # It looks at registrations more than at shapes.
             opcheck(self.overload, args)
             if self.op.differentiable:
-                opcheck(self.overload, map_tensors(lambda t: t.detach().clone().requires_grad_(), args))
+                opcheck(self.overload, self.with_gradients(args))
 
     @proves("fake tensors")
     def test_fake_kernel(self, device, dtype):
@@ -468,7 +490,7 @@ class Contract:
             with hint('if no second derivative is wanted, declare the operator with differentiable="once"'):
                 assert torch.autograd.gradgradcheck(self.op.function, args, **given)
             for i, arg in enumerate(args):
-                if isinstance(arg, Tensor):
+                if isinstance(arg, Tensor) and arg.requires_grad:
                     alone = tuple(a.detach() if isinstance(a, Tensor) and k != i else a for k, a in enumerate(args))
                     assert torch.autograd.gradcheck(self.op.function, alone, **given)
 
@@ -501,9 +523,10 @@ class Contract:
         """The reference's gradients, in every dtype, for a gradient that is not contiguous."""
         op = self.op
         for args in self.differentiable_samples(device, dtype):
-            exact = map_tensors(lambda t: t.detach().to(torch.float64).requires_grad_(), args)
-            for got, want in zip(gradients(op.function, args), gradients(op.reference, exact)):
-                assert got.dtype == dtype, f"a gradient in {got.dtype}, not {dtype}, on {describe(args)}"
+            exact = self.with_gradients(map_tensors(widened, args))
+            leaves = [t for t in tensors(args) if t.requires_grad]
+            for leaf, got, want in zip(leaves, gradients(op.function, args), gradients(op.reference, exact)):
+                assert got.dtype == leaf.dtype, f"a gradient in {got.dtype}, not {leaf.dtype}, on {describe(args)}"
                 largest = want.abs().max().item() if want.numel() else 0.0
                 tolerance = 8 * torch.finfo(dtype).eps
                 close = {"rtol": tolerance, "atol": tolerance * (1 + largest)}
@@ -544,7 +567,7 @@ class Contract:
             for got, want in zip(actual, expected):
                 assert same_bits(got, want) and significant_strides(got) == significant_strides(want)
             if op.differentiable and op.operator.public:  # torch.compile has no second derivatives.
-                leaves = map_tensors(lambda t: t.detach().clone().requires_grad_(), args)
+                leaves = self.with_gradients(args)
                 for got, want in zip(gradients(compiled, leaves), gradients(op.function, leaves)):
                     torch.testing.assert_close(got, want)
         return samples
@@ -1119,6 +1142,8 @@ class Contract:
         if self.backend:
             return
         args = next(iter(op.samples(device, torch.float32)))
+        if any(t.dtype == torch.float64 for t in tensors(args)):
+            return  # It takes no other dtype there.
         want = run(op, op.function, in_dtype(args, low))
         with torch.library._scoped_library(op.operator.namespace, "IMPL") as library:
             before = dict(self.overload.py_kernels)
@@ -1136,7 +1161,8 @@ class Contract:
         op = self.op
         policy, low = op.operator.declared.autocast, torch.bfloat16
         for args in self.small_samples(device, torch.float32)[:4]:
-            floating = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
+            # Not what is float64 in every call.
+            floating = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dtype == torch.float32]
             mixed = [{i: low for i in floating[:1]}, {i: low for i in floating[1:]}]
             for lowered in [{}, dict.fromkeys(floating, low), *mixed * bool(policy and not op.writes)]:
                 given = tuple(arg.to(lowered[i]) if i in lowered else arg for i, arg in enumerate(args))
@@ -1391,7 +1417,7 @@ def wrong_arguments(signature: Signature, args: Args) -> Iterator[tuple[str, Arg
             again = [d for d, size in enumerate(sizes) if len(exact) == 1 and (size in bound or size.isdigit())]
             others += [torch.cat([t, t.narrow(d, 0, 1)], d) for d in again]
             same = argument.patterns[0].pack and not signature.broadcasts and "..." in bound
-            if same or argument.patterns[0].broadcast:
+            if (same and t.dim() > len(argument.patterns[0].sizes)) or argument.patterns[0].broadcast:
                 others.append(torch.cat([t, t], 0))
             before = args[0].dim() - t.dim()
             if argument.name in broadcast[1:] and t.shape[0] > 1 and before >= 0 and args[0].shape[before] > 1:

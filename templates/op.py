@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "templates" / "op"
 QUESTIONS = yaml.safe_load((TEMPLATE / "copier.yml").read_text())
 KINDS, SHAPES = (list(QUESTIONS[question]["choices"].values()) for question in ("kind", "shape"))
+USAGE = "make op NAME=... KIND=... SHAPE=..."
 INIT = ROOT / "extension_cpp" / "ops" / "__init__.py"
 SOURCES = [
     "csrc/{}.*",
@@ -75,6 +76,15 @@ def render(name: str, kind: str, shape: str) -> dict[Path, str]:
         return {ROOT / path.relative_to(folder): path.read_text() for path in paths}
 
 
+def describe() -> str:
+    """What `make op` can write: the choices of each question, a line each; the first is what it writes unless told."""
+    lines = [USAGE]
+    for question in ("kind", "shape"):
+        lines += ["", QUESTIONS[question]["help"]]
+        lines += [f"  {question.upper()}={value:<16}{text}" for text, value in QUESTIONS[question]["choices"].items()]
+    return "\n".join(lines)
+
+
 def check_name(name: str, kind: str, shape: str) -> None:
     snake = re.sub(r"\W+|(?<=[a-z0-9])(?=[A-Z])", "_", name, flags=re.ASCII).lower().lstrip("0123456789_").rstrip("_")
     if not name or name != snake or len(name) > MAX_LENGTH:
@@ -116,7 +126,8 @@ def rename(name: str, to: str) -> list[Path]:
     old, new = (f"Test{''.join(map(str.capitalize, each.split('_')))}" for each in (name, to))
 
     def renamed(text: str) -> str:
-        return re.sub(rf"\b(?:{name}|({old}))\b", lambda match: new if match[1] else to, text)
+        names = rf"\b(?:({old})|{name})((?:_b|B)ackward)?\b"
+        return re.sub(names, lambda match: (new if match[1] else to) + (match[2] or ""), text)
 
     def moved(path: Path) -> Path:
         if path.parent.name == name:
@@ -162,13 +173,16 @@ def remove(name: str, force: bool) -> list[Path]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m templates.op", description=__doc__)
-    parser.add_argument("action", choices=("add", "rename", "remove"))
-    parser.add_argument("name", help="of the operator, its function and its files")
+    parser.add_argument("action", choices=("list", "add", "rename", "remove"))
+    parser.add_argument("name", nargs="?", default="", help="of the operator, its function and its files")
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="what its CUDA kernel is written in")
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="what it returns")
     parser.add_argument("--to", default="", help="the new name, of rename")
     parser.add_argument("--force", action="store_true", help="remove what was changed, too")
     given = parser.parse_args()
+    if given.action == "list":
+        print(describe())
+        sys.exit()
     paths = {
         "add": lambda: add(given.name, given.kind, given.shape),
         "rename": lambda: rename(given.name, given.to),

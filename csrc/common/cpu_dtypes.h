@@ -137,4 +137,27 @@ inline void store(float16* to, const float* from, int64_t n) {
 
 #endif
 
+// The same inside of simd::run: n elements, `step` apart.
+template <class T, class V>
+void read(const T* from, int64_t step, V* to, int64_t n) {
+  if (step != 1) {
+    for (int64_t i = 0; i < n; ++i) to[i] = load(from[i * step]);
+  } else if constexpr (std::is_same_v<T, float16>) {
+    load(from, to, n);
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) to[i] = load(from[i]);
+  }
+}
+
+template <class T, class V>
+void write(T* to, const V* from, int64_t n) {
+  if constexpr (std::is_same_v<T, float16>) {
+    store(to, from, n);
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) store(to[i], from[i]);
+  }
+}
+
 }  // namespace extension_cpp

@@ -651,12 +651,12 @@ class Operator:
                 return self.packet.tensor(*with_numbers(lambda number: one * number, self.all_arguments(args)))
 
         entry = self.packet._op
-        arguments = str(self.schema).partition("(")[2]
-        for name, pattern, replacement in (
-            ("symbolic", r"float (\w+)", r"Scalar \1"),
-            ("tensor", r"float (\w+)(=[^,)]*)?", r"Tensor \1"),
-        ):
-            self.other_types.define(f"{self.name}.{name}({re.sub(pattern, replacement, arguments)}")
+        arguments, _, results = str(self.schema).partition("(")[2].rpartition(" -> ")
+        # A tensor has no default, and then nothing before it may have one.
+        without_defaults = re.sub(r"=(\[[^\]]*\]|[^,)]*)", "", arguments)
+        for name, given, type_name in (("symbolic", arguments, "Scalar"), ("tensor", without_defaults, "Tensor")):
+            made = re.sub(r"\bfloat (\w+)", rf"{type_name} \1", given)
+            self.other_types.define(f"{self.name}.{name}({made} -> {results}")
         self.packet._op = entry
         for overload in (self.packet.symbolic, self.packet.tensor):
             self.library.impl(overload._name.partition("::")[2], kernel, "CompositeExplicitAutograd")

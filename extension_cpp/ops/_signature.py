@@ -340,7 +340,7 @@ class Signature:
         like = given[result.like]
         dtype = result.dtype or like.dtype
         pattern = result.pattern
-        if not pattern.sizes and (pattern.pack or pattern.broadcast):
+        if pattern.broadcast or (pattern.pack and self.elementwise):
             names = pattern.broadcast or [a.name for a in self.arguments if a.patterns[0].pack]
             return empty_elementwise(*(given[name] for name in names if name in given), dtype=dtype)
         shape = [

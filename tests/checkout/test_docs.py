@@ -27,6 +27,7 @@ SHOWN = {
     "scale_in_place": "in-place",
     "scale_and_shift": "optional",
     "positive": "data-dependent",
+    "rms_norm": "row-wise",
 }
 GUIDE = ROOT / "docs" / "add-an-operator.md"
 FILE_OF_BLOCK = r"(?:^`([\w/.]+)`:\n\n)?^```(\w+)\n(.*?)^```$"

@@ -27,6 +27,7 @@ OPERATORS = {
     "scale_in_place": ("cpp", "in-place"),
     "scale_and_shift_by_what_is_optional_or": ("cpp", "optional"),
     "positive": ("cpp", "data-dependent"),
+    "rows_of_root_mean_square_one": ("cpp", "row-wise"),
 }
 OPERATORS |= {"in_triton": ("triton", op.SHAPES[0])}
 
@@ -434,7 +435,16 @@ def test_make_passes_them_on():
     ):
         done = subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True, text=True)
         assert wanted in done.stdout
-    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 5
+    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 6
+    done = subprocess.run(["make", "-n", "op"], cwd=ROOT, capture_output=True, text=True)
+    assert "templates.op list" in done.stdout and "templates.op add" not in done.stdout
+
+
+def test_choices():
+    """`make op` without a name: a line for each."""
+    said = subprocess.run([sys.executable, "-m", "templates.op", "list"], cwd=ROOT, capture_output=True, text=True)
+    for word, choices in (("KIND", op.KINDS), ("SHAPE", op.SHAPES)):
+        assert re.findall(rf"^  {word}=(\S+) +\S", said.stdout, re.MULTILINE) == choices
 
 
 def instructions(function) -> list[str]:
@@ -457,9 +467,9 @@ def declared(library, shape: str):
     name = f"called_{shape.replace('-', '_')}"
     files = op.render(name, "cpp", shape)
     sources = "".join(text for path, text in files.items() if path.parent.name == "csrc")
-    schema = re.search(rf'"{name}(\(.*?)"', sources)[1]
-    library.define(f"{name}{schema}")
-    library.define(f"{name}.kernel{schema}")
+    for operator, schema in re.findall(rf'"({name}(?:_backward)?)(\(.*?)"[,)]', re.sub(r'"\s*"', "", sources)):
+        library.define(f"{operator}{schema}")
+        library.define(f"{operator}.kernel{schema}")
     source = next(text for path, text in files.items() if path.parent.name == "ops")
     made: dict = {"__name__": f"extension_cpp.ops.{name}"}
     exec(compile(source, f"{name}.py", "exec", dont_inherit=True), made)
@@ -479,6 +489,8 @@ def test_a_call_takes_no_more_than_of_our_own(library, shape):
     made = declared(library, shape)
     if shape == "in-place":  # Of one tensor and a number, where myadd_out has three tensors.
         assert len(instructions(made)) == len(instructions(ours.myadd_out)) - 2 * tensor + number
+    elif shape == "row-wise":  # Two tensors and a number with a default, which takes no instruction.
+        assert instructions(made) == instructions(ours.mymuladd)
     elif shape == "optional":  # Whether it is None is asked before its type and again before its gradient.
         assert 0 < len(instructions(made)) - length[ours.my_op] <= 2 * tensor
     else:

@@ -1,0 +1,1 @@
+#include "rms_norm.cpp"  // The same passes, compiled for CUDA.

@@ -1,0 +1,1 @@
+#include "softmax_cross_entropy.cpp"  // The same passes, compiled for CUDA.

@@ -1,0 +1,46 @@
+"""rms_norm: the contract of it and of its derivative, and what is particular to rows."""
+
+import torch
+from rms_norm import rms_norm, rms_norm_backward
+
+from extension_cpp.testing import FLOATING, Case, Contract, row_samples
+
+ULPS = dict.fromkeys(FLOATING, 8.0)  # Of sums over a row.
+
+
+def samples(device: str, dtype: torch.dtype):
+    for x in row_samples(device, dtype):
+        yield x, torch.linspace(-2, 1, x.shape[-1], device=device).to(dtype), 1e-3
+
+
+def backward_samples(device: str, dtype: torch.dtype):
+    for x, weight, _ in samples(device, dtype):
+        yield x.flip(0) / 2, x, weight, 0.5  # With less, what cancels out leaves too little of the second derivatives.
+
+
+def magnitude(grad, x, weight, eps):
+    """What rounding errors are relative to: the sum of the magnitudes that enter a result."""
+    scale, g = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), (grad * weight).abs()
+    shift = x.abs() * scale * scale * (g * x.abs()).mean(-1, keepdim=True)
+    return scale * (g + shift), (grad * x * scale).abs().sum_to_size(weight.shape)
+
+
+class TestRMSNorm(Contract):
+    op = Case(rms_norm, samples, ulps=ULPS, grown=lambda args, times: (torch.cat([args[0]] * times), *args[1:]))
+
+    def test_scale_does_not_matter(self, device):
+        """A row times a power of two gives the same bits without eps; rows don't depend on each other."""
+        x, weight = torch.randn(7, 300, device=device), torch.randn(300, device=device)
+        y = rms_norm(x, weight, 0.0)
+        assert torch.equal(rms_norm(x * 4, weight, 0.0), y)
+        assert torch.equal(rms_norm(x[2:5], weight, 0.0), y[2:5])
+
+
+class TestRMSNormBackward(Contract):
+    op = Case(
+        rms_norm_backward,
+        backward_samples,
+        ulps=ULPS,
+        magnitude=magnitude,
+        grown=lambda args, times: (*(torch.cat([a] * times) for a in args[:2]), *args[2:]),
+    )

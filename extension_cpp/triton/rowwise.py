@@ -1,0 +1,51 @@
+"""What row-wise kernels in Triton share: their rows, memory for sums over them, and the launch."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from extension_cpp.ops import _backends
+
+MOST_SUMS = 1024
+"""Programs that each add up some of the rows."""
+
+
+class Rows:
+    """The rows of a tensor (..., N): dense, and as far apart from each other as the argument's own where that is possible."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.size = t.shape[-1]
+        self.count = t.shape[:-1].numel()
+        one = self.size <= 1 or t.stride(-1) == 1
+        self.data = t if one and t.dim() <= 2 else t.contiguous()
+        self.apart = self.data.stride(0) if t.dim() == 2 else self.size
+
+    def sums(self) -> tuple[int, Tensor]:
+        """How many rows a program adds up, and memory for the programs' sums, a row each, in the type of the computation.
+
+        The sum of these is the same on every run, as it would not be if programs added to the same memory.
+        """
+        of_program = max(1, triton.cdiv(self.count, MOST_SUMS))
+        dtype = torch.promote_types(self.data.dtype, torch.float32)
+        return of_program, self.data.new_empty((triton.cdiv(self.count, of_program), self.size), dtype=dtype)
+
+
+def launch(kernel: Any, programs: int, size: int, *arguments: Any) -> None:
+    """Start so many programs of a kernel that has whole rows of `size` elements in its block."""
+    block = triton.next_power_of_2(size)
+    if block > 2**20:
+        _backends.fail(kernel.__name__.strip("_"), f"Triton's blocks have at most 1048576 elements, got rows of {size}")
+    if programs == 0 or size == 0:
+        return
+    constants = {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}
+    first = arguments[0]
+    if type(first) is not Tensor:
+        wrap_triton(kernel)[(programs,)](*arguments, **constants)
+    elif first.device.type == "cpu":
+        kernel[(programs,)](*arguments, **constants)
+    else:
+        with torch.cuda.device_of(first):  # Triton launches on the current device.
+            kernel[(programs,)](*arguments, **constants)
