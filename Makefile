@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 QUIET := --quiet --quiet --disable-pip-version-check
 TOOLS := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: test test-all test-packages features op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
+.PHONY: test test-all test-packages fuzz features op check op-rename op-remove new-distribution package wheel env bench bench-check report matrix lint format clean
 
 $(VENV)/.ready: pyproject.toml
 	@echo "making $(VENV), of PyTorch and the tools: usually two minutes"
@@ -53,6 +53,12 @@ test-all:
 test-packages: build
 	$(MAKE) package VARIANT=all
 	$(PYTEST) -m packages tests/checkout
+
+# Calls with arguments that nobody thought of, to every operator, compiled with sanitizers in build/asan, for a minute or
+# SECONDS of them. FUZZ has options: tests/fuzz.py --help. tests/test_fuzz.py is the short form, without sanitizers.
+SECONDS ?= 60
+fuzz: build
+	@$(TOOLS) PYTHONPATH="$(CURDIR)" $(RUN) tests/fuzz.py --sanitize --seconds $(SECONDS) $(FUZZ)
 
 # Writes the table of what each operator has, by its declaration and the tests.
 features: build
