@@ -368,6 +368,7 @@ def add_batch(draw: Any, call: Call) -> None:
 @cache
 def find_contracts(folder: Path) -> dict[str, Contract]:
     """Of the operators that have one in the tests of a folder: tolerances, and what a test may know of the operator."""
+    sys.path.insert(0, str(folder))
     return {contract.op.operator.qualified: contract for contract in testing.contracts(folder)}
 
 

@@ -293,7 +293,9 @@ class Operator:
             return error
         said = str(error)
         if not said.startswith(f"{self.name}: ") and ("API call failed at " in said or said == "std::bad_alloc"):
-            said = f"{self.name}: {_last_error() or said}" if "API call" in said else f"{self.name}: can't allocate memory"
+            said = (
+                f"{self.name}: {_last_error() or said}" if "API call" in said else f"{self.name}: can't allocate memory"
+            )
         if "out of memory. Tried to allocate" in said:
             return torch.OutOfMemoryError(said)
         return error if said == str(error) else RuntimeError(said)

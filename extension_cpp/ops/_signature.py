@@ -325,7 +325,9 @@ class Signature:
         """Of a call, by "2 M N K + M N" as in a declaration; one an element if elementwise and nothing is said."""
         sizes = self.check(args)
         leading = [t.shape for argument, t in self.tensors(args) if t is not None and argument.patterns[0].pack]
-        sizes["..."] = math.prod(torch.broadcast_shapes(*leading)) if self.broadcasts else math.prod(sizes.get("...", ()))
+        sizes["..."] = (
+            math.prod(torch.broadcast_shapes(*leading)) if self.broadcasts else math.prod(sizes.get("...", ()))
+        )
         return sum(
             math.prod(sizes[size] if size == "..." else int(value(size, sizes)) for size in term.split())
             for term in (terms or ("..." if self.elementwise else "0")).split(" + ")

@@ -116,6 +116,7 @@ def check_found(done: subprocess.CompletedProcess, name: str) -> None:
     assert calls and all(call["op"] == f"planted::{name}" for call in calls), said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["value", "argument"])
 def test_finds(planted, name):
     """What shows in the results or the arguments, without sanitizers too."""
