@@ -19,7 +19,7 @@ endif
 RUN := $(BIN)/python
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: test test-all test-packages features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lint format clean
+.PHONY: test test-all test-packages fuzz features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lint format clean
 
 .venv/.ready: pyproject.toml
 	@echo "making .venv, of PyTorch and the tools: usually two minutes"
@@ -65,6 +65,12 @@ test-all:
 test-packages: build
 	$(MAKE) package VARIANT=all
 	$(PYTEST) -m "packages and not long" tests/checkout
+
+# Calls with arguments that nobody thought of, to every operator, compiled with sanitizers in build/asan, for a minute or
+# SECONDS of them. FUZZ has options: tests/fuzz.py --help. tests/test_fuzz.py is the short form, without sanitizers.
+SECONDS ?= 60
+fuzz: build
+	@$(TOOLS) PYTHONPATH="$(CURDIR)" $(RUN) tests/fuzz.py --sanitize --seconds $(SECONDS) $(FUZZ)
 
 # Writes the table of what each operator has, by its declaration and the tests.
 features: build

@@ -132,7 +132,7 @@ void for_rows(const Sizes& sizes, const Body& body) {
   const double work = static_cast<double>(sizes.steps + 1) * sizes.width * (1 + sizes.taps / kLanes);
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   if (sizes.batch <= grain) return body(0, sizes.batch);
-  torch::stable::parallel_for(0, sizes.batch, grain, body);
+  parallel_for(0, sizes.batch, grain, body);
 }
 
 struct OnCpu {

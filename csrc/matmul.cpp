@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "common/cpu_dtypes.h"
+#include "common/memory.h"
 #include "common/simd.h"
 
 namespace extension_cpp::matmul {
@@ -278,7 +279,7 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       });
     }
   };
-  threads == 1 ? body(0, 1) : torch::stable::parallel_for(0, parts_m * parts_n, 1, body);
+  threads == 1 ? body(0, 1) : parallel_for(0, parts_m * parts_n, 1, body);
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, bool) {

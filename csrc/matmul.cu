@@ -38,15 +38,14 @@ const Device& current_device(const Launch& launch, int index) {
   return device;
 }
 
-Tensor workspace(const Tensor& like, int64_t bytes) {
-  return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
+Tensor workspace(const View& like, int64_t bytes) {
+  return empty(like, aoti_torch_dtype_uint8(), bytes);
 }
 
 // The factor as the tensor memory accelerator can read it: itself, or a copy that `memory` holds.
 template <class T>
 Factor<T> readable(
-    Launch& launch, const Tensor& like, const Factor<T>& factor, int64_t rows, int64_t k,
-    std::optional<Tensor>& memory) {
+    Launch& launch, const View& like, const Factor<T>& factor, int64_t rows, int64_t k, std::optional<Tensor>& memory) {
   if (hopper::reads(factor, rows, k)) return factor;
   const bool by_k = factor.outer == 1 && factor.inner != 1;
   const Padded shape = by_k ? Padded{k, rows, factor.inner, factor.outer} : Padded{rows, k, factor.outer, factor.inner};
@@ -62,7 +61,7 @@ Factor<T> readable(
 
 // Runs `kernel(product, plan)`, which computes c, or where there are splits, partial sums that are then added up.
 template <class T, class V, class Kernel>
-void with_splits(Launch& launch, const Tensor& like, Product<T, V> product, const Plan& plan, const Kernel& kernel) {
+void with_splits(Launch& launch, const View& like, Product<T, V> product, const Plan& plan, const Kernel& kernel) {
   const int64_t splits = plan.tiling.splits();
   std::optional<Tensor> memory;
   if (splits > 1) {
@@ -92,7 +91,7 @@ constexpr TileModel simt_model(double rate) {
   return {S::kM, S::kN, S::kK, S::kThreads / 32, S::kBlocks, rate, 8};
 }
 
-void simt(Launch& launch, const Tensor& like, const Product<float, float>& product, const Device& device) {
+void simt(Launch& launch, const View& like, const Product<float, float>& product, const Device& device) {
   using Wide = Simt<float, 128, 256, 16, 16, 8, 2, 1>;
   using Narrow = Simt<float, 64, 128, 16, 8, 8, 4, 4>;
   using NarrowAlongK = Simt<float, 64, 128, 16, 8, 8, 3, 3>;  // It takes more registers.
@@ -122,7 +121,7 @@ void simt(Launch& launch, const Tensor& like, const Product<float, float>& produ
   });
 }
 
-void simt(Launch& launch, const Tensor& like, const Product<double, double>& product, const Device& device) {
+void simt(Launch& launch, const View& like, const Product<double, double>& product, const Device& device) {
   using Shape = Simt<double, 64, 64, 16, 8, 4, 3, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(50)};
   const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(double), device.processors);
@@ -135,7 +134,7 @@ void simt(Launch& launch, const Tensor& like, const Product<double, double>& pro
 
 // Halves.
 template <class T>
-void simt(Launch& launch, const Tensor& like, const Product<T, float>& product, const Device& device) {
+void simt(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using Shape = Simt<float, 64, 128, 16, 8, 8, 2, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(100)};
   const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(T), device.processors);
@@ -145,7 +144,7 @@ void simt(Launch& launch, const Tensor& like, const Product<T, float>& product, 
 }
 
 template <class T>
-void mma(Launch& launch, const Tensor& like, const Product<T, float>& product, const Device& device) {
+void mma(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using M = Mma<T>;
   const TileModel shapes[] = {{M::kM, M::kN, M::kK, 4, 2, 2000.0 / sizeof(T), 8}};
   const Plan chosen = plan(shapes, product.m, product.n, product.k, sizeof(T), device.processors);
@@ -155,7 +154,7 @@ void mma(Launch& launch, const Tensor& like, const Product<T, float>& product, c
 }
 
 template <class T>
-void wgmma(Launch& launch, const Tensor& like, Product<T, float> product, const Device& device) {
+void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   constexpr int kCount = sizeof(hopper::kTiles) / sizeof(hopper::kTiles[0]);
   TileModel shapes[kCount];
   for (int i = 0; i < kCount; ++i) {
@@ -184,8 +183,8 @@ bool fits_wgmma(int64_t m, int64_t n, int64_t k) {
 // Makes of a factor, of which `rows` rows may be read, what a kernel takes in whole vectors, along k or along rows:
 // where that takes a small part of the product's time, by a copy that `memory` holds.
 void make_vectors(
-    Launch& launch, const Tensor& like, Factor<float>& factor, int64_t& rows, bool along_k, int64_t k,
-    int64_t other_rows, std::optional<Tensor>& memory) {
+    Launch& launch, const View& like, Factor<float>& factor, int64_t& rows, bool along_k, int64_t k, int64_t other_rows,
+    std::optional<Tensor>& memory) {
   constexpr int64_t kVec = 4, kFewRows = 64, kWorthACopy = 1024;
   constexpr double kLeastWork = 512.0 * 512 * 1024;
   const bool worth =
@@ -206,7 +205,7 @@ void make_vectors(
 }
 
 template <class T>
-void run(Launch& launch, const Tensor& like, Product<T, float> product, const Device& device, bool allow_tf32) {
+void run(Launch& launch, const View& like, Product<T, float> product, const Device& device, bool allow_tf32) {
   std::optional<Tensor> memory_a, memory_b;  // Until the product is launched.
   if constexpr (std::is_same_v<T, float>) {
     const bool tf32 = allow_tf32 && has_mma<float>(device.architecture);
@@ -220,7 +219,7 @@ void run(Launch& launch, const Tensor& like, Product<T, float> product, const De
   simt(launch, like, product, device);
 }
 
-void run(Launch& launch, const Tensor& like, const Product<double, double>& product, const Device& device, bool) {
+void run(Launch& launch, const View& like, const Product<double, double>& product, const Device& device, bool) {
   simt(launch, like, product, device);
 }
 
@@ -254,7 +253,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   };
   normalise(product.a, product.m);
   normalise(product.b, product.n);
-  run(launch, *a.tensor, product, current_device(launch, a.device_index), allow_tf32);
+  run(launch, a, product, current_device(launch, a.device_index), allow_tf32);
 }
 
 template <class T>

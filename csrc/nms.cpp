@@ -183,15 +183,15 @@ std::vector<Ranks> by_class(const std::vector<int64_t>& classes) {
 }
 
 // The indices of the kept boxes by descending score.
-Ranks kept(const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
-  const Call<3> call(op, {&boxes, &scores, idxs});
+Ranks kept(const Call<3>& call, double iou_threshold) {
   const auto& [view, view_scores, view_idxs] = call.views;
   const int64_t n = view.sizes[0];
   if (n == 0) return {};
   const Ranks order = visiting_order(view_scores);
   std::vector<Ranks> groups;
-  if (idxs) {
-    const Tensor wide = torch::stable::contiguous(torch::stable::to(*idxs, torch::headeronly::ScalarType::Long));
+  if (view_idxs) {
+    const Tensor wide =
+        torch::stable::contiguous(torch::stable::to(*view_idxs.tensor, torch::headeronly::ScalarType::Long));
     const int64_t* values = wide.const_data_ptr<int64_t>();
     std::vector<int64_t> classes(n);
     for (int64_t r = 0; r < n; ++r) classes[r] = values[order[r]];
@@ -201,9 +201,9 @@ Ranks kept(const Operator& op, const Tensor& boxes, const Tensor& scores, const 
     std::iota(all.begin(), all.end(), 0);
   }
   std::vector<uint8_t> keep(n);
-  dispatch(Floating(), op.name(), view.dtype, [&]<class T>(T) {
+  dispatch(Floating(), view.op, view.dtype, [&]<class T>(T) {
     using V = typename Compute<T>::type;
-    const T* data = static_cast<const T*>(boxes.const_data_ptr());
+    const T* data = static_cast<const T*>(view.tensor->const_data_ptr());
     const int64_t down = view.strides[0], along = view.strides[1];
     std::vector<Box<V>> sorted(n);
     for (int64_t r = 0; r < n; ++r) {
@@ -213,7 +213,7 @@ Ranks kept(const Operator& op, const Tensor& boxes, const Tensor& scores, const 
     const Threshold<V> threshold(iou_threshold);
     constexpr int64_t kGrain = 32'768;  // Boxes worth a thread.
     const int64_t count = groups.size();
-    torch::stable::parallel_for(0, count, (count * kGrain + n - 1) / n, [&](int64_t begin, int64_t end) {
+    parallel_for(0, count, (count * kGrain + n - 1) / n, [&](int64_t begin, int64_t end) {
       for (int64_t g = begin; g < end; ++g) select(sorted, std::move(groups[g]), threshold, keep.data());
     });
   });
@@ -224,31 +224,33 @@ Ranks kept(const Operator& op, const Tensor& boxes, const Tensor& scores, const 
   return indices;
 }
 
-Tensor to_tensor(const Tensor& like, const Ranks& indices, int64_t size) {
-  Tensor result = torch::stable::new_empty(like, {size}, torch::headeronly::ScalarType::Long);
+Tensor to_tensor(const View& like, const Ranks& indices, int64_t size) {
+  Tensor result = empty(like, aoti_torch_dtype_int64(), size);
   int64_t* data = result.mutable_data_ptr<int64_t>();
   std::fill(std::copy(indices.begin(), indices.end(), data), data + size, -1);
   return result;
 }
 
 Tensor nms(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  const auto indices = kept(kNms, boxes, scores, nullptr, iou_threshold);
-  return to_tensor(boxes, indices, indices.size());
+  const Call<3> call(kNms, {&boxes, &scores, nullptr});
+  const auto indices = kept(call, iou_threshold);
+  return to_tensor(call.views[0], indices, indices.size());
 }
 
 Tensor batched_nms(const Tensor& boxes, const Tensor& scores, const Tensor& idxs, double iou_threshold) {
-  const auto indices = kept(kBatchedNms, boxes, scores, &idxs, iou_threshold);
-  return to_tensor(boxes, indices, indices.size());
+  const Call<3> call(kBatchedNms, {&boxes, &scores, &idxs});
+  const auto indices = kept(call, iou_threshold);
+  return to_tensor(call.views[0], indices, indices.size());
 }
 
 std::tuple<Tensor, Tensor> nms_padded(
     const Tensor& boxes, const Tensor& scores, double iou_threshold, const std::optional<Tensor>& idxs) {
-  const auto indices = kept(kNmsPadded, boxes, scores, idxs ? &*idxs : nullptr, iou_threshold);
-  Tensor count = torch::stable::new_empty(boxes, {}, torch::headeronly::ScalarType::Long);
+  const Call<3> call(kNmsPadded, {&boxes, &scores, idxs ? &*idxs : nullptr});
+  const auto indices = kept(call, iou_threshold);
+  const View& view = call.views[0];
+  Tensor count = empty_scalar(view, aoti_torch_dtype_int64());
   *count.mutable_data_ptr<int64_t>() = indices.size();
-  int64_t n;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_size(boxes.get(), 0, &n));
-  return {to_tensor(boxes, indices, n), count};
+  return {to_tensor(view, indices, view.sizes[0]), count};
 }
 
 }  // namespace

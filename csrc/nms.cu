@@ -306,7 +306,7 @@ void select(
   const bool has_grid = n > kFewBoxes && threshold.prunes, batched = classes.values != nullptr;
   const Cells cells = has_grid ? cells_for(n, batched) : Cells{};
   const int64_t bytes = Work<V>(nullptr, n, cells, batched).bytes;
-  const Tensor memory = torch::stable::new_empty(*boxes.tensor, {bytes}, torch::headeronly::ScalarType::Byte);
+  const Tensor memory = empty(boxes, aoti_torch_dtype_uint8(), bytes);
   const Work<V> work(memory.mutable_data_ptr(), n, cells, batched);
   const Source<T> source{static_cast<const T*>(boxes.tensor->const_data_ptr()), boxes.strides[0], boxes.strides[1]};
   const int64_t* order = order_of.const_data_ptr<int64_t>();
@@ -340,7 +340,7 @@ Selection select(
   }
   const int64_t n = view.sizes[0];
   constexpr auto kLong = torch::headeronly::ScalarType::Long;
-  Selection out{torch::stable::new_empty(boxes, {n}, kLong), torch::stable::new_empty(boxes, {}, kLong)};
+  Selection out{empty(view, aoti_torch_dtype_int64(), n), empty_scalar(view, aoti_torch_dtype_int64())};
   if (n == 0) {
     launch.zero(out.count.mutable_data_ptr(), sizeof(int64_t));
     return out;

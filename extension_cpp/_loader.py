@@ -7,7 +7,6 @@ operators on CUDA tensors run in Triton or their PyTorch reference.
 """
 
 import ctypes
-import importlib
 import os
 import platform
 import re
@@ -71,7 +70,9 @@ def load_installed(torch) -> None:
     try:
         for library in FOLDER.glob("_C.*"):
             check_complete(library)
-        libraries["_C"] = Path(str(importlib.import_module("extension_cpp._C").__file__))
+        import extension_cpp._C as compiled  # A statement, which programs that collect what a program imports can see.
+
+        libraries["_C"] = Path(str(compiled.__file__))
     except ImportError as error:
         if any(FOLDER.glob("_C.*")) or not (FOLDER.parent / "csrc" / "module.cpp").exists():
             raise ImportError(explain(error, torch)) from error

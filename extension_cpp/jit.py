@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Generator
 from contextlib import closing
@@ -48,7 +49,7 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
     Raises:
         BuildError: if a compiler or ninja is missing; with the compiler's message if it finds an error; if a source uses
             what none defines, registers an operator with a schema or signature that can't be read, or a kernel for an
-            operator that no library has.
+            operator that no library has; if another user can write into the cache.
         RuntimeError: if the operators are registered already; a process can register them once.
 
     Example:
@@ -177,6 +178,7 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
         key = json.dumps([commands, libraries, torch.__version__, torch.version.cuda, versions])
         cache = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         cache.mkdir(parents=True, exist_ok=True)
+        refuse_writable_by_others(cache)
         with filelock.FileLock(cache / "lock"):
             _build.write_ninja(cache / "build.ninja", commands, libraries)
             show(name, _build.run_ninja(cache / "build.ninja", cache))
@@ -188,6 +190,19 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
 def cache_folder() -> Path:
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "extension_cpp"
+
+
+def refuse_writable_by_others(folder: Path) -> None:
+    """Raise unless only this user, and root, can put a library there: what lies in the cache is loaded as it is."""
+    for path in (folder, *folder.resolve().parents):
+        status = path.stat()
+        shared = stat.S_IWOTH if status.st_gid == os.getgid() else stat.S_IWGRP | stat.S_IWOTH  # A group of one's own.
+        sticky = status.st_mode & stat.S_ISVTX and path != folder  # As /tmp is: nobody replaces what is another's.
+        if status.st_uid not in (0, os.getuid()) or (status.st_mode & shared and not sticky):
+            raise BuildError(
+                f"another user can write into {path}, from where libraries would be loaded: let TORCH_EXTENSIONS_DIR name "
+                "a folder of yours alone, or change its permissions (chmod go-w)"
+            )
 
 
 def version(program: str | None) -> str:

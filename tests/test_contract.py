@@ -100,6 +100,10 @@ def double_into(x: Tensor, out: Tensor) -> None:
     out.copy_(x).mul_(2)
 
 
+def writes_wrong_doubles(x: Tensor, out: Tensor) -> None:
+    out.copy_(x).mul_(2.001 if x.dtype == torch.float64 else 2)
+
+
 def writes_past_the_end(x: Tensor, out: Tensor) -> None:
     double_into(x, out)
     out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0)
@@ -415,6 +419,15 @@ def test_fault_is_caught(fault, device):
     with pytest.raises(BaseException) as caught:
         getattr(contract, check)(**arguments(check, device))
     assert not isinstance(caught.value, (pytest.skip.Exception, KeyboardInterrupt)), "the check was skipped"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_written_is_compared_in_float64(device):
+    """The dtype in which the reference could write into the same memory as the operator."""
+    contract = define("fault_doubles", writes_wrong_doubles, into=True)
+    contract.test_parity(device, torch.float32)
+    with pytest.raises(AssertionError, match="ulps of float64"):
+        contract.test_parity(device, torch.float64)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
+from modulefinder import ModuleFinder
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -245,3 +247,11 @@ def test_every_vector_width(level):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 60
+
+
+def test_what_collects_imports_finds_the_library():
+    """A tool that makes a program of what a script imports reads statements, as this module of Python's own does."""
+    finder = ModuleFinder(path=[str(PACKAGE.parent)])
+    with mock.patch.object(finder, "import_hook", wraps=finder.import_hook) as imported:
+        finder.load_file(str(PACKAGE / "_loader.py"))
+    assert "extension_cpp._C" in {call.args[0] for call in imported.call_args_list}

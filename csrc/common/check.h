@@ -52,7 +52,7 @@ std::string tuple(const Ints& values) {
 struct View {
   View() = default;  // of an optional argument that is None
 
-  View(const char* op, const char* name, const Tensor& t) : tensor(&t), name(name) {
+  View(const char* op, const char* name, const Tensor& t) : tensor(&t), op(op), name(name) {
     bool defined;
     TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(t.get(), &defined));
     if (!defined) fail(op, name, " must be a tensor, got None");
@@ -68,6 +68,9 @@ struct View {
     for (int64_t k = ndim; k-- > 0; numel = times(numel, sizes[k]))
       contiguous = contiguous && (sizes[k] == 1 || strides[k] == numel);
     contiguous = contiguous || numel == 0;
+    int64_t bytes;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+    if (bytes == 0 && numel != 0) fail(op, name, " must have memory, got a tensor whose storage has 0 bytes");
   }
 
   bool same_sizes(const View& other) const {
@@ -77,7 +80,7 @@ struct View {
   explicit operator bool() const { return tensor != nullptr; }
 
   const Tensor* tensor = nullptr;
-  const char* name = nullptr;
+  const char *op = nullptr, *name = nullptr;
   std::span<const int64_t> sizes, strides;
   int64_t ndim = 0, numel = 1;
   int32_t dtype = 0, device_type = 0, device_index = 0;

@@ -1,8 +1,6 @@
 // Runs an elementwise operator on the CPU: in parallel above a grain, and with the widest vectors that the machine has.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include "cpu_dtypes.h"
 #include "loop.h"
 #include "simd.h"
@@ -161,7 +159,7 @@ void run(const Loop<kOut + kIn>& loop, const Pointers<T, kOut + kIn>& data, cons
   if (loop.numel <= kGrain) return rows<kOut, kIn>(loop, data, 0, loop.numel, op);
   auto parallel = [&](const Loop<kOut + kIn>& order) {
     auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(order, data, begin, end, op); };
-    torch::stable::parallel_for(0, order.numel, kGrain, body);
+    parallel_for(0, order.numel, kGrain, body);
   };
   loop.is_linear() ? parallel(loop) : parallel(cut_rows<T>(loop));
 }

@@ -13,6 +13,7 @@
 
 #include "dispatch.h"
 #include "huge_pages.h"
+#include "memory.h"
 
 namespace extension_cpp {
 
@@ -108,15 +109,6 @@ inline void expand_strides(const View& t, const Shape& shape, int64_t* strides) 
 }
 
 }  // namespace detail
-
-// On the device of `like`, and of its dtype unless another is given.
-inline Tensor empty_strided(
-    const View& like, int32_t dtype, const int64_t* sizes, const int64_t* strides, int64_t ndim) {
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      ndim, sizes, strides, dtype < 0 ? like.dtype : dtype, like.device_type, like.device_index, &handle));
-  return Tensor(handle);
-}
 
 namespace detail {
 

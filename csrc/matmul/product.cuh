@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "../common/launch.cuh"
+#include "../common/memory.h"
 #include "../matmul.h"
 
 namespace extension_cpp {

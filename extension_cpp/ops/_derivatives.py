@@ -51,8 +51,11 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
             return operator.checked(*args)  # PyTorch's own operators know forward mode.
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return derivative().apply(*operator.all_arguments(args))
-        with _AutoDispatchBelowAutograd():
-            return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+        try:
+            with _AutoDispatchBelowAutograd():
+                return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
+        except RuntimeError as error:
+            raise operator.explain(error) from error.__cause__
 
     return autograd
 
@@ -75,12 +78,11 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
                 return operator.checked(*args)
             return derivative().apply(*operator.all_arguments(args))
         except RuntimeError as error:
-            if TransformType.Vmap not in transforms or type(error) is not RuntimeError:
-                raise
-            if str(error).startswith(f"{operator.name}: "):
+            if type(error) not in (RuntimeError, NotImplementedError) or str(error).startswith(f"{operator.name}: "):
                 raise
             # Of an operator of PyTorch's in the reference, of which the caller knows nothing.
-            raise RuntimeError(f"{operator.name}: vmap can't batch its reference: {error}") from error
+            which = "vmap can't batch" if TransformType.Vmap in transforms else "torch.func can't transform"
+            raise RuntimeError(f"{operator.name}: {which} its reference: {error}") from error
 
     return transformed
 
@@ -314,6 +316,8 @@ def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args
         return overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched), *args)
     info = VmapInfo(layer.batch_size(), layer.randomness())
     with layer.lower():
+        if operator.declared.vmap and info.batch_size:  # It reads shapes as the signature has them.
+            operator.signature.check([arg if dim is None else arg.select(dim, 0) for arg, dim in pairs])
         found = _within(backend, partial(_in_one_call, operator))(info, in_dims, *given)
     if found is None:  # PyTorch batches its operators.
         return _within(backend, operator.checked)(*args)

@@ -283,6 +283,23 @@ class Operator:
             self.unchanged[0] = count if self._registrations() == self.registered else -1
         return self.unchanged[0] == count and self.is_ours(torch.library._impls)
 
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """What a call raises for an error of a kernel: PyTorch's own class where memory ran out, and always with the name.
+
+        Kernels on the stable ABI raise nothing but RuntimeError, and LibTorch's C interface says where it was called, not why
+        that failed. Only torch 2.13 and later keep the reason.
+        """
+        if type(error) is not RuntimeError:
+            return error
+        said = str(error)
+        if not said.startswith(f"{self.name}: ") and ("API call failed at " in said or said == "std::bad_alloc"):
+            said = (
+                f"{self.name}: {_last_error() or said}" if "API call" in said else f"{self.name}: can't allocate memory"
+            )
+        if "out of memory. Tried to allocate" in said:
+            return torch.OutOfMemoryError(said)
+        return error if said == str(error) else RuntimeError(said)
+
     def _registrations(self) -> list[str]:
         """The dispatcher's kernels where a plain call passes, each with the place in a source file that registered it."""
         lines = torch._C._dispatch_dump(self.qualified).splitlines()
@@ -349,12 +366,17 @@ class Operator:
         ways.insert(0, "_function_modes()")  # They see what is asked of a tensor.
         ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
         kernel = f"_call(_kernel, {', '.join(arguments)})"
-        quick = [f"            return {kernel}"]
+        quick = [
+            "            try:",
+            f"                return {kernel}",
+            "            except RuntimeError as error:",
+            "                raise _explain(error) from None",
+        ]
         test = f"        if {' and '.join(plain)} and not ({' or '.join(ways)}):"
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             test, quick = "", []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
-        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged}
+        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_explain": self.explain}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -404,6 +426,12 @@ class Operator:
                 return default(*args)
             if floats and any(isinstance(args[i], torch.SymFloat | torch.SymInt) for i in floats):
                 return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
+            try:
+                return eager(*args)
+            except RuntimeError as error:
+                raise self.explain(error) from error.__cause__
+
+        def eager(*args: Any) -> Any:
             plain = (
                 self.uses_only_ours()
                 and not (
@@ -462,7 +490,10 @@ class Operator:
                 given = args[i] if i < len(args) else kwargs.get(name)
                 if isinstance(given, Tensor):
                     _derivatives.refuse_for_number(self.name, name, given)
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                raise self.explain(error) from error.__cause__
 
         torch.jit._builtins._register_builtin(refuse_or_call, self.qualified)  # For TorchScript, which knows `call`.
         entry._op = refuse_or_call
@@ -543,6 +574,7 @@ class Operator:
     def _fallback(self, *args: Any) -> Any:
         """On types of device that have no kernel of their own here."""
         _backends.require(self, _backends.chosen or "reference", args)
+        self.signature.check(args)  # Before a warning of what then isn't run.
         if not _backends.chosen and (device := _backends.device_type(args)):
             _backends.warn_once(self, device, "reference")
         return self.checked(*args)
@@ -806,6 +838,21 @@ def signature_in(library: Any) -> Callable[[bytes], bytes | None]:
         return lambda name: None
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
     return function
+
+
+@cache
+def _what() -> Callable[[], bytes | None]:
+    try:
+        function = ctypes.CDLL(None).torch_exception_get_what_without_backtrace
+    except AttributeError:  # Before torch 2.13.
+        return lambda: None
+    function.restype, function.argtypes = ctypes.c_char_p, []
+    return function
+
+
+def _last_error() -> str:
+    """The message of the exception that LibTorch's C interface met last in this thread, if it keeps it."""
+    return (_what()() or b"").decode(errors="replace")
 
 
 def reference_of(function: Callable) -> Callable:

@@ -315,7 +315,7 @@ class Signature:
         """Only of tensors that repeat an element: the kernels find the rest, exactly."""
         for argument in self.arguments:
             t = given[argument.name] if argument.written else None
-            if t is None or is_symbolic(t) or not t.numel():
+            if t is None or is_symbolic(t) or 0 in t.shape:
                 continue
             if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride())):
                 got = f"shape {text(t.shape)} with strides {text(t.stride())}"
@@ -325,7 +325,9 @@ class Signature:
         """Of a call, by "2 M N K + M N" as in a declaration; one an element if elementwise and nothing is said."""
         sizes = self.check(args)
         leading = [t.shape for argument, t in self.tensors(args) if t is not None and argument.patterns[0].pack]
-        sizes["..."] = torch.broadcast_shapes(*leading).numel() if self.broadcasts else math.prod(sizes.get("...", ()))
+        sizes["..."] = (
+            math.prod(torch.broadcast_shapes(*leading)) if self.broadcasts else math.prod(sizes.get("...", ()))
+        )
         return sum(
             math.prod(sizes[size] if size == "..." else int(value(size, sizes)) for size in term.split())
             for term in (terms or ("..." if self.elementwise else "0")).split(" + ")

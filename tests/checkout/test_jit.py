@@ -199,6 +199,31 @@ def test_kernels_without_an_operator(monkeypatch):
             jit.load_all([Path("same.so")])
 
 
+@pytest.mark.parametrize(("mode", "below"), [(0o777, "cache"), (0o777, "cache/made"), (0o1777, "cache")])
+def test_cache_that_others_can_write(mode, below, tmp_path):
+    """What lies there is loaded as it is. A folder like /tmp is right as long as the one in it is the user's."""
+    folder = tmp_path / "cache" / "made"
+    folder.mkdir(parents=True)
+    jit.refuse_writable_by_others(folder)
+    (tmp_path / below).chmod(mode)
+    if mode == 0o1777:
+        return jit.refuse_writable_by_others(folder)
+    with pytest.raises(jit.BuildError, match=f"another user can write into {tmp_path / below}"):
+        jit.refuse_writable_by_others(folder)
+
+
+def test_cache_of_another_user(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    user = os.getuid() + 1
+    if os.getuid() == 0:  # Whose folders are right for everyone.
+        os.chown(folder, user, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: user)
+    with pytest.raises(jit.BuildError, match="another user can write into"):
+        jit.refuse_writable_by_others(folder)
+
+
 def test_two_processes_at_once(tmp_path):
     """One compiles, the other waits for it and loads the same."""
     code = f"{WITHOUT_EDITABLE}\nsys.path.insert(0, {str(ROOT)!r})\nexec(open('load_cpp.py').read())"
