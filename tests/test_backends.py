@@ -101,6 +101,7 @@ def test_what_is_compiled_with_the_package_has_a_name(compiled):
         ([(8, 0), (8, 6), (9, 0)], 13000, False),
         ([(7, 5)], 13000, True),
         ([(9, 0), (7, 5)], 13000, True),
+        ([(8, 0), (12, 0)], 13000, False),
         ([(12, 0)], 13000, False),  # Which the driver compiles the PTX for.
         ([(12, 0)], 12080, True),  # That of an older CUDA doesn't.
     ],

@@ -175,11 +175,13 @@ def watch_gpus() -> None:
 def leave_compiled() -> None:
     """Where a GPU runs none of it, use Triton just in time if it is there, else the reference."""
     architectures, names = compiled()
-    gpus = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    code, ptx = (all(can) for can in zip(*(runs_on(architectures, gpu) for gpu in gpus)))
-    if not code and ptx:  # A driver compiles no PTX of a newer CUDA than its own.
-        ptx = (_machine.driver_version() or 0) >= _elf.built_for(_loader.libraries["_C_cuda"])[0]
-    if not (code or ptx):
+
+    def is_run_by(gpu: tuple[int, int]) -> bool:
+        code, ptx = runs_on(architectures, gpu)
+        # A driver compiles no PTX of a newer CUDA than its own.
+        return code or (ptx and (_machine.driver_version() or 0) >= _elf.built_for(_loader.libraries["_C_cuda"])[0])
+
+    if not all(is_run_by(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())):
         for operator in operators.values():
             if operator.qualified in names and "cuda" in operator.native:
                 operator.leave_compiled()
