@@ -121,6 +121,9 @@ class TestRecipe:
                 *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch 2.10.*", "libtorch 2.10.*"),
                 *(build, f"lib{build.removeprefix('py')}"),
                 *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
+                *(
+                    ["triton >=3.6"] if cuda and platform == "linux-64" else []
+                ),  # It is not run where it is cross-compiled.
             ]
             driver = [f"__cuda >={cuda[:2]}"] if cuda else []
             assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver, "rich"]
