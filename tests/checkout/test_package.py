@@ -488,6 +488,7 @@ class TestAnotherCuda:
         data = yaml.safe_load(FILE.read_text())
         data["wheels"] = [a_wheel(wheels, name, "1.0") for name in ("pip", "ninja")]
         data["wheels"].append(a_wheel(wheels, "setuptools", "80.0"))
+        data["wheels"].append(a_wheel(wheels, "triton", "3.8.0"))
         files = ("torch/__init__.py", "torch/bad.py", *cls.LIBTORCH, "torch/lib/libtorch_python.so")
         binary = {"files": files, "tag": "cp311-cp311-linux_x86_64"}
         data["cpu"] = [a_wheel(wheels, "torch", "2.13.0+cpu", **binary)]
