@@ -121,7 +121,8 @@ class TestRecipe:
                 *("python", "python-abi3 3.10.*", "pip", "setuptools >=77", "pytorch 2.10.*", "libtorch 2.10.*"),
                 *(build, f"lib{build.removeprefix('py')}"),
                 *((f"cuda-version {cuda}.*", "cuda-cudart-dev") if cuda else ()),
-                *(("triton >=3.6",) if cuda and platform.startswith("linux") else ()),
+                # Triton is run, which it isn't where the package is cross-compiled.
+                *(["triton >=3.6"] if cuda and platform == "linux-64" else []),
             ]
             driver = [f"__cuda >={cuda[:2]}"] if cuda else []
             assert needs["run"] == ["python >=3.10", "pytorch >=2.10,<3", build, *driver, "rich"]
@@ -474,6 +475,7 @@ class TestAnotherCuda:
     """A made-up CUDA 13.7 next to 13.0: an entry in pins.yaml, and small wheels of the names that the entry has."""
 
     TOOLS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl")
+    LIBTORCH = ("torch/lib/libtorch.so", "torch/include/torch/a.h")
     VARIANTS: ClassVar = [CPU, Variant("cuda130", Cuda(13, 0)), Variant("cuda137", Cuda(13, 7))]
 
     @pytest.fixture(scope="class")
@@ -485,7 +487,9 @@ class TestAnotherCuda:
         data = yaml.safe_load(FILE.read_text())
         data["wheels"] = [a_wheel(wheels, name, "1.0") for name in ("pip", "ninja")]
         data["wheels"].append(a_wheel(wheels, "setuptools", "80.0"))
-        binary = {"files": ("torch/__init__.py", "torch/bad.py"), "tag": "cp311-cp311-linux_x86_64"}
+        data["wheels"].append(a_wheel(wheels, "triton", "3.8.0"))
+        files = ("torch/__init__.py", "torch/bad.py", *cls.LIBTORCH, "torch/lib/libtorch_python.so")
+        binary = {"files": files, "tag": "cp311-cp311-linux_x86_64"}
         data["cpu"] = [a_wheel(wheels, "torch", "2.13.0+cpu", **binary)]
         data["cuda"] = {"13.0": cls.entry(wheels, "13.0", "2.14.0", "13", binary)}
         pins = folder / "pins.yaml"
@@ -528,6 +532,19 @@ class TestAnotherCuda:
             assert wanted <= names, names
             assert [each for each in names if each.startswith(f"cuda-nvcc_linux-64-{cuda}.88-")]
         assert digests[0] == digests[1]  # 13.0 is not built again because 13.7 is there.
+
+    def test_split(self, made):
+        """As conda-forge's: pytorch needs its own build of libtorch, which has what C++ needs."""
+        folder, site = made[0].root / "linux-64", "lib/python3.11/site-packages"
+        for version, build, number in (("2.13.0", "cpu", 0), ("2.14.0", "cuda130", 200)):
+            end = f"h0000000_{number}.conda"
+            libtorch = rattler_build.Package.from_file(folder / f"libtorch-{version}-{build}_generic_{end}")
+            pytorch = rattler_build.Package.from_file(folder / f"pytorch-{version}-{build}_generic_py311_{end}")
+            assert sorted(libtorch.files) == sorted(f"{site}/{name}" for name in self.LIBTORCH)
+            assert not set(libtorch.files) & set(pytorch.files)
+            assert f"{site}/torch/lib/libtorch_python.so" in pytorch.files
+            assert f"libtorch {version} {build}_generic_{end.removesuffix('.conda')}" in pytorch.depends
+            assert pytorch.build_number == number
 
     def test_variants(self, made):
         """The recipe's, of the pins alone."""

@@ -108,7 +108,7 @@ class TestBuild:
     """The environments of conda-forge's builds, with what its pinning says of packages that are named without a version."""
 
     PINNED: ClassVar = {"pytorch": ["2.12"], "libtorch": ["2.12"]}
-    HOST = ("pip", "setuptools", "cuda-cudart-dev")
+    HOST = ("pip", "setuptools", "cuda-cudart-dev", "triton")
 
     @pytest.fixture(scope="class")
     @classmethod
