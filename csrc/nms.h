@@ -33,7 +33,8 @@ inline Tensor descending(const Tensor& scores) {
   using torch::stable::detail::from;
   std::array<StableIValue, 4> stack{from(scores), from(std::optional<bool>(true)), from(int64_t{0}), from(true)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::sort", "stable", stack.data(), TORCH_ABI_VERSION));
-  const Tensor values = torch::stable::detail::to<Tensor>(stack[0]);
+  // The values, which nobody needs. First, as what follows allocates and can fail.
+  TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(stack[0])));
   return torch::stable::detail::to<Tensor>(stack[1]);
 }
 

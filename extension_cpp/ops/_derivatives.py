@@ -54,7 +54,7 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
         try:
             with _AutoDispatchBelowAutograd():
                 return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise operator.explain(error) from error.__cause__
 
     return autograd

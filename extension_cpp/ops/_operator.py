@@ -283,19 +283,19 @@ class Operator:
             self.unchanged[0] = count if self._registrations() == self.registered else -1
         return self.unchanged[0] == count and self.is_ours(torch.library._impls)
 
-    def explain(self, error: RuntimeError) -> RuntimeError:
+    def explain(self, error: RuntimeError | MemoryError) -> RuntimeError | MemoryError:
         """What a call raises for an error of a kernel: PyTorch's own class where memory ran out, and always with the name.
 
         Kernels on the stable ABI raise nothing but RuntimeError, and LibTorch's C interface says where it was called, not why
         that failed. Only torch 2.13 and later keep the reason.
         """
+        said = str(error)
+        if isinstance(error, MemoryError):  # std::bad_alloc
+            return error if said.startswith(f"{self.name}: ") else MemoryError(f"{self.name}: can't allocate memory")
         if type(error) is not RuntimeError:
             return error
-        said = str(error)
-        if not said.startswith(f"{self.name}: ") and ("API call failed at " in said or said == "std::bad_alloc"):
-            said = (
-                f"{self.name}: {_last_error() or said}" if "API call" in said else f"{self.name}: can't allocate memory"
-            )
+        if "API call failed at " in said and not said.startswith(f"{self.name}: "):
+            said = f"{self.name}: {_last_error() or said}"
         if "out of memory. Tried to allocate" in said:
             return torch.OutOfMemoryError(said)
         return error if said == str(error) else RuntimeError(said)
@@ -369,7 +369,7 @@ class Operator:
         quick = [
             "            try:",
             f"                return {kernel}",
-            "            except RuntimeError as error:",
+            "            except (RuntimeError, MemoryError) as error:",
             "                raise _explain(error) from None",
         ]
         test = f"        if {' and '.join(plain)} and not ({' or '.join(ways)}):"
@@ -428,7 +428,7 @@ class Operator:
                 return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
             try:
                 return eager(*args)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise self.explain(error) from error.__cause__
 
         def eager(*args: Any) -> Any:
@@ -492,7 +492,7 @@ class Operator:
                     _derivatives.refuse_for_number(self.name, name, given)
             try:
                 return call(*args, **kwargs)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise self.explain(error) from error.__cause__
 
         torch.jit._builtins._register_builtin(refuse_or_call, self.qualified)  # For TorchScript, which knows `call`.

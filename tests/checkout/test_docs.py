@@ -127,3 +127,15 @@ class TestDocuments:
             assert re.findall(r"(\w+)(?:=[^,]*)?", arguments.replace("=None", "")) == taken, name
             same = "the same" in differentiable
             assert same or differentiable.startswith("no") != function.operator.differentiable, name
+
+
+def test_promises_name_tests():
+    """Each row of the table has tests, and there is a test function of each name in the file."""
+    page = (ROOT / "docs" / "promises.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, name in named:
+            assert re.search(rf"^ *def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {name}"
