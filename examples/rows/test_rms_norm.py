@@ -35,6 +35,19 @@ class TestRMSNorm(Contract):
         assert torch.equal(rms_norm(x * 4, weight, 0.0), y)
         assert torch.equal(rms_norm(x[2:5], weight, 0.0), y[2:5])
 
+    def test_long_rows(self, device):
+        """Rows that are cut into parts, for threads or for blocks: the same bits from any layout and with one thread."""
+        x, weight = torch.randn(2, 300_001, device=device), torch.randn(300_001, device=device)
+        y = rms_norm(x, weight, 1e-6)
+        torch.testing.assert_close(y, rms_norm.operator.reference(x, weight, 1e-6))
+        assert torch.equal(rms_norm(torch.cat([x, x], 1)[:, :300_001], weight, 1e-6), y)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            assert torch.equal(rms_norm(x, weight, 1e-6), y)
+        finally:
+            torch.set_num_threads(threads)
+
 
 class TestRMSNormBackward(Contract):
     op = Case(

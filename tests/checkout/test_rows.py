@@ -14,7 +14,7 @@ EXAMPLES = ROOT / "examples" / "rows"
 
 @pytest.mark.parametrize("name", ["rms_norm", "softmax_cross_entropy"])
 @pytest.mark.parametrize(
-    "checks", ["parity or gradcheck or is_that or minus or scale", pytest.param("", marks=pytest.mark.long)]
+    "checks", ["parity or gradcheck or is_that or minus or scale or long", pytest.param("", marks=pytest.mark.long)]
 )
 def test_contract(name, checks, tmp_path_factory):
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
