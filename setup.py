@@ -1,5 +1,6 @@
-"""Compiles csrc/*.cpp into extension_cpp/_C, and csrc/*.cu and extension_cpp/triton into _C_cuda.so next to it; an operator
-edits nothing here.
+"""Compiles csrc/*.cpp into extension_cpp/_C, and csrc/*.cu and extension_cpp/triton into _C_cuda.so next to it.
+
+An operator edits nothing here.
 
 Both libraries use only the LibTorch stable ABI of torch 2.10 and CPython's limited API of 3.10, so that one build works with
 all later versions of both. extension_cpp/_build.py has the flags, and the environment variables that are read.

@@ -1,7 +1,7 @@
 """`make tune`: finds the fastest configuration of each Triton kernel that is compiled with the package, on this GPU.
 
-Writes extension_cpp/triton/tuned.json, from which the next build takes it: by architecture, operator, dtype and size, where
-it is faster than the default by more than the times of one and the same configuration differ.
+Writes extension_cpp/triton/tuned.json, from which the next build takes it: by architecture, operator, dtype and
+size, where it is faster than the default by more than the times of one and the same configuration differ.
 """
 
 from __future__ import annotations

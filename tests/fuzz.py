@@ -791,7 +791,8 @@ def note(call: Call) -> None:
 
 
 def corpus() -> list[Call]:
-    return [json.loads(line) for line in CORPUS.read_text().splitlines()]
+    """Empty in a distribution that is new."""
+    return [json.loads(line) for line in CORPUS.read_text().splitlines()] if CORPUS.exists() else []
 
 
 def compile_sanitized(folder: Path) -> dict[str, str]:

@@ -39,7 +39,7 @@ interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "o
 operators: dict[str, Any] = {}
 """Every operator that was declared (_operator.Operator), by name; that of one in another namespace has it in front."""
 elsewhere: dict[str, dict[str, str]] = {}
-"""Operators of other libraries that run kernels of this package (extension_cpp.compat), with the backend by device type."""
+"""Operators of other libraries that run kernels of this package (extension_cpp.compat): the backend by device type."""
 _making = threading.RLock()
 _overloads: dict[str, dict[Any, Callable]] = {backend: {} for backend in BACKENDS}
 """What a call leads to, by backend. One dictionary each, so that torch.compile looks at Triton's only once it is filled."""
@@ -57,7 +57,7 @@ def backends(*device_types: str) -> dict[str, dict[str, str]]:
         at import; :class:`use_backend` changes nothing here. The name of an operator in another namespace has it in
         front, as in "my_ops::scale". A type of device is missing where the environment variable EXTENSION_CPP_BACKEND
         asks for a backend that the operator doesn't have there. An operator of another library is there while
-        :mod:`extension_cpp.compat` is on for it, with its library in front, and the types of device where it runs ours.
+        :mod:`extension_cpp.compat` is on for it, with its library in front, and the types of device that run ours.
 
     Initialises no device.
 

@@ -277,7 +277,7 @@ class Operator:
         torch.library has those of Python. Of those of C++ only the dispatcher knows, which takes long to ask: it is asked
         again once a module was imported or torch.ops.load_library called, as these load the libraries that register.
         """
-        count = len(sys.modules) + len(torch.ops.loaded_libraries)
+        count = len(sys.modules) + (len(torch.ops.loaded_libraries) << 16)  # One number: a call compares it.
         if self.looked != count:
             self.looked = count
             self.unchanged[0] = count if self._registrations() == self.registered else -1
@@ -359,7 +359,7 @@ class Operator:
                     grads.append(f"{name}.requires_grad")
             elif type_name in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
-        users = ["not _is_ours(_impls)", "len(_modules) + len(_loaded) != _unchanged[0]"]  # As uses_only_ours has them.
+        users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]  # As uses_only_ours has them.
         ways = ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
@@ -548,13 +548,15 @@ class Operator:
     def _choose_kernels(self) -> None:
         """Let the operator lead to what is used on each type of device."""
         name = self.name
-        self.library.impl(name, self._fallback, "CompositeExplicitAutograd")
+        for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+            self.library.impl(name, self._fallback, key)
         # What a plain call can turn out to be after all: on another type of device, under autocast, traced, or of a tensor
         # that torch.func made and is done with, which may need a gradient behind what it says of itself.
         for key in (
             "CompositeExplicitAutograd",
             "AutocastCPU",
             "AutocastCUDA",
+            "AutogradNestedTensor",
             "FuncTorchGradWrapper",
             "Tracer",
             *["Negative"] * bool(self.written),

@@ -207,8 +207,8 @@ class Signature:
                 continue
             if t is None:
                 fail(op, f"{argument.name} must be a tensor, got None")
-            if t.layout != torch.strided:
-                fail(op, f"{argument.name} must be a strided tensor, got {t.layout}")
+            if t.layout != torch.strided or t.is_nested:
+                fail(op, f"{argument.name} must be a strided tensor, got {'a nested one' if t.is_nested else t.layout}")
         pack_of = ""
         for argument, t in self.tensors(args):
             if t is None:

@@ -172,7 +172,7 @@ def test_cuda_architectures_and_wheels(cuda):
 def test_build_commands_of_the_documents():
     """They name the recipe and conda-forge and nothing else, which test_package.py builds from."""
     document = (ROOT / "docs" / "build.md").read_text()
-    assert "\nconda build recipe/ -c conda-forge\n" in document
+    assert "\nconda-build recipe/ -c conda-forge\n" in document
     assert "\nrattler-build build -r recipe/recipe.yaml -c conda-forge\n" in document
 
 

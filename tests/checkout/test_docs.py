@@ -131,8 +131,10 @@ class TestDocuments:
 
 def test_promises_name_tests():
     """Each row of the table has tests, and there is a test function of each name in the file."""
-    page = (ROOT / "docs" / "promises.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    page = ROOT / "docs" / "promises.md"
+    if not page.exists():
+        pytest.skip("a distribution has no such page")
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     for row in rows:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", row)
