@@ -359,7 +359,8 @@ class Operator:
                     grads.append(f"{name}.requires_grad")
             elif type_name in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
-        users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]  # As uses_only_ours has them.
+        # As uses_only_ours has them.
+        users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
         ways = ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
         if self.differentiable or self.written:
             ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]

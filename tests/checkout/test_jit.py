@@ -100,7 +100,8 @@ def test_a_checkout_that_was_not_compiled(sources, cache):
     assert "ImportError: extension_cpp could not" in python("from extension_cpp import add_one", cache, sources).stderr
     first = python(LOAD, cache, sources, **QUICK)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert {"add_one.cpp", "memory.cpp", "signature.cpp", "_C.so"} == set(re.findall(r"compiled (\S+),", first.stderr)), first.stderr
+    compiled = set(re.findall(r"compiled (\S+),", first.stderr))
+    assert compiled == {"add_one.cpp", "memory.cpp", "signature.cpp", "_C.so"}, first.stderr
     second = python(LOAD, cache, sources, **QUICK)
     assert second.stderr == "" and second.stdout == first.stdout
     # A load from the cache is quick: it imports no compiler of PyTorch, and starts nothing but ninja, which has no work.
