@@ -112,7 +112,7 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     plain = [] if debug else ["-Wl,-s", "-Wl,--build-id=none"]
     # libstdc++ comes first: PyTorch's wheels export some of its newer symbols too, but without a version.
     libraries = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
-    output = "-MMD -MF $out.d -c $in -o $out"
+    output = "-MD -MF $out.d -c $in -o $out"  # -MMD would leave out csrc, which jit has by -isystem.
     env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
     commands = {
         # The last optimization level counts. Conda's flags have -O2, with which GCC vectorizes few of the kernels' loops.

@@ -33,7 +33,7 @@ extern const Operator kAnother("another() -> ()", "->");
 
 
 def with_lto(rule: str, sources: list[Path], target: Path) -> str:
-    command = rule.replace(" -O3", " -O1").replace("-MMD -MF $out.d ", "")
+    command = rule.replace(" -O3", " -O1").replace("-MD -MF $out.d ", "")
     command = command.replace("$in", shlex.join(map(str, sources))).replace("$out", shlex.quote(str(target)))
     done = subprocess.run(shlex.split(f"{command} -flto -Wodr -Werror"), cwd=ROOT, capture_output=True, text=True)
     return done.stderr if done.returncode else ""
