@@ -281,6 +281,7 @@ def test_the_installed_package_has_the_sources():
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.long
 def test_just_in_time_under_a_cuda_torch(packages, tmp_path):
     """An example for CPU and CUDA, and what the package carries of its sources in place of its compiled operators."""
     environment = ROOT / "dist" / "env" / "cuda130"

@@ -247,7 +247,8 @@ class TestPackage:
             for tree in trees.values()
         )
         name = "unpacked/site-packages/extension_cpp"
-        assert set(cuda) - set(cpu) == {f"{name}/_C_cuda.so"} and not set(cpu) - set(cuda)
+        more = {f"{name}/_C_cuda.so", "unpacked/info/licenses/licenses/cuda-runtime.txt"}
+        assert set(cuda) - set(cpu) == more and not set(cpu) - set(cuda)
         record = f"{name}-{extension_cpp.__version__}.dist-info/RECORD"
         different = {path for path in cpu if cpu[path] != cuda[path] and "/info/" not in path} - {record}
         assert different <= {f"{name}/_C.abi3.so"}

@@ -12,9 +12,15 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "rows"
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "softmax_cross_entropy"])
+QUICK = "parity or gradcheck or is_that or minus or scale or long"
+
+
 @pytest.mark.parametrize(
-    "checks", ["parity or gradcheck or is_that or minus or scale or long", pytest.param("", marks=pytest.mark.long)]
+    ("name", "checks"),
+    [
+        ("rms_norm", QUICK),
+        *(pytest.param(name, "", marks=pytest.mark.long) for name in ("rms_norm", "softmax_cross_entropy")),
+    ],
 )
 def test_contract(name, checks, tmp_path_factory):
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
