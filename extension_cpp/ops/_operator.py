@@ -511,7 +511,9 @@ class Operator:
                 if type(error).__name__ == "DynamicOutputShapeException":  # It says no more than the overload.
                     why = "which fake tensors without symbolic sizes, and DTensor, can't have"
                     error.args = (f"{self.name}: the size of the result depends on values, {why}",)
-                elif str(error).startswith("Storage size calculation overflowed"):  # PyTorch's, of more than 2^63 bytes.
+                elif str(error).startswith(
+                    "Storage size calculation overflowed"
+                ):  # PyTorch's, of more than 2^63 bytes.
                     error.args = (f"{self.name}: can't allocate memory: {error}",)
                 raise
             if backend is not None:
