@@ -405,8 +405,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 // Memory of the operator's own.
 inline Tensor scratch(const View& like, int64_t bytes) {
-  const int64_t stride = 1;
-  return empty_strided(like, aoti_torch_dtype_uint8(), &bytes, &stride, 1);
+  return empty(like, aoti_torch_dtype_uint8(), bytes);
 }
 
 template <class Formula, class T, int kWidth>
