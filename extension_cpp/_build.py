@@ -110,8 +110,10 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     # libtorch.so brings libtorch_cuda.so into scope at load time; a CPU build of torch has no such file.
     # A build ID would be a hash of this build's paths, which nothing else in the file depends on.
     plain = [] if debug else ["-Wl,-s", "-Wl,--build-id=none"]
-    # libstdc++ comes first: PyTorch's wheels export some of its newer symbols too, but without a version.
-    libraries = ["-Wl,-lstdc++", f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
+    # libstdc++ comes first: PyTorch's wheels export some of its newer symbols too, but without a version. Where a compiler
+    # has only the static one, its symbols stay inside: streams that share some with PyTorch's copy lose text, or crash.
+    libraries = ["-Wl,-lstdc++", "-Wl,--exclude-libs,libstdc++.a"]
+    libraries += [f"-L{library}", "-Wl,--no-as-needed,-ltorch,--as-needed", "-ltorch_cpu", *plain]
     output = "-MD -MF $out.d -c $in -o $out"  # -MMD would leave out csrc, which jit has by -isystem.
     env = {name: os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")}
     commands = {

@@ -157,6 +157,29 @@ WRONG = [
 ]
 
 
+def test_compiler_with_a_static_standard_library(cache, tmp_path):
+    """Its symbols don't mix with those of PyTorch's copy, in which streams lose what follows, or crash."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/bash\nexec c++ -static-libstdc++ "${@/#-Wl,-lstdc++/-l:libstdc++.a}"  # As if there were no other.\n'
+    )
+    compiler.chmod(0o755)
+    source = tmp_path / "rows.cpp"
+    source.write_text(
+        "#define EXTENSION_CPP_NAMESPACE static_ops\n"
+        '#include "common/register.h"\n'
+        "using namespace extension_cpp;\n"
+        'const Operator kRows("rows(Tensor x) -> ()", "x: N 3 ->");\n'
+        "void rows(const Tensor& x) { Call call(kRows, {&x}); }\n"
+        "EXTENSION_CPP_REGISTER(m) { m.add(kRows, TORCH_BOX(&rows)); }\n"
+    )
+    code = "import extension_cpp, torch\nextension_cpp.jit.load({!r})\ntorch.ops.static_ops.rows(torch.ones(2, 5))"
+    done = python(code.format(str(source)), cache, CXX=str(compiler), **QUICK)
+    assert "rows: x must have shape (N, 3), got (2, 5)\n" in done.stderr, done.stderr
+    (library,) = cache.glob("rows-*/rows.so")
+    assert "libstdc++" not in subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+
+
 def test_what_a_source_has_wrong(tmp_path):
     """One error that names the source, without the compiler's command and without a long traceback; the process lives."""
     code = f"""
