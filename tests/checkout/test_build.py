@@ -326,6 +326,22 @@ def test_what_is_compiled_for(monkeypatch, gpus, without, variable, built):
     assert " ".join(_build.architectures(gpus, without)[0]) == built
 
 
+def test_what_is_made_from_another_architecture():
+    """One compilation for both, where the list has both; else, and for PTX, its own."""
+    flags = _build.architecture_flags(["8.0+PTX", "9.0a", "12.0"])[1:]
+    assert [flag.removeprefix("-gencode=arch=") for flag in flags] == [
+        "compute_80,code=sm_80",
+        "compute_80,code=compute_80",
+        "compute_90a,code=sm_90a",
+        "compute_80,code=sm_120",
+    ]
+    assert _build.architecture_flags(["9.0a", "12.0"])[-1] == "-gencode=arch=compute_120,code=sm_120"
+    assert _build.architecture_flags(["8.0", "12.0+PTX"])[2] == "-gencode=arch=compute_120,code=sm_120"
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    asked = [int(n) for path in sources for n in re.findall(r"__CUDA_ARCH__ *>=? *(\d+)", path.read_text())]
+    assert max(asked, default=0) < 1000 or not _build.MADE_FROM, "a source has code of its own for Blackwell"
+
+
 def test_what_is_distributed_is_for_all_architectures():
     """Whatever GPU the machine has that builds it."""
     assert "      TORCH_CUDA_ARCH_LIST: all\n" in (ROOT / "recipe" / "recipe.yaml").read_text()
