@@ -287,7 +287,8 @@ def test_any_number_of_threads(dtype):
                 assert same_bits(extension_cpp.matmul(a, b), want), f"{sizes} on {threads} threads"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+# On the CPU it takes a quarter of a minute.
+@pytest.mark.parametrize("device", [pytest.param(at, marks=pytest.mark.long) if at == "cpu" else at for at in DEVICES])
 @pytest.mark.large
 def test_more_than_2_to_the_31_elements(device):
     """Offsets beyond 32 bits, in a factor and in the result."""

@@ -30,6 +30,7 @@ OPERATORS = {
     "rows_of_root_mean_square_one": ("cpp", "row-wise"),
 }
 OPERATORS |= {"in_triton": ("triton", op.SHAPES[0])}
+COMPILED = ("scale", "in_triton")  # By the tests that aren't long: a shape in either kind.
 
 NAMES = {
     "Scale-It": "be in snake_case, of at most 40 characters, got 'Scale-It': try NAME=scale_it",
@@ -77,6 +78,9 @@ class Checkout:
         assert (done.returncode != 0) == fails, done.stdout[-8000:] + done.stderr[-4000:]
         return done.stdout + done.stderr
 
+    def add(self, name: str, kind: str, shape: str) -> None:
+        assert f"csrc/{name}.cpp" in self.run("templates.op", "add", name, "--kind", kind, "--shape", shape)
+
     def run_code(self, code: str) -> str:
         """In one process, which imports what it needs once."""
         (self.path / "run_code.py").write_text(code)
@@ -114,13 +118,12 @@ def generate(original: Path, path: Path, name: str = NAME) -> Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(original, tmp_path_factory) -> Checkout:
-    """A distribution with an operator of each shape, and one in Triton, built."""
+    """A distribution with an operator of each kind, built."""
     made = generate(original, tmp_path_factory.mktemp("made") / NAME)
     made.run("templates.op", "remove", made_by.EXAMPLE)
     made.before = contents(made.path)
-    for name, (kind, shape) in OPERATORS.items():
-        said = made.run("templates.op", "add", name, "--kind", kind, "--shape", shape)
-        assert f"csrc/{name}.cpp" in said
+    for name in COMPILED:
+        made.add(name, *OPERATORS[name])
     # Without optimisation, and without CUDA where no GPU would run it; what takes long compiles as a user does.
     made.build(DEBUG="1", **({} if torch.cuda.is_available() else {"USE_CUDA": "0"}))
     return made
@@ -165,7 +168,12 @@ class TestDistribution:
 
     @pytest.mark.parametrize("name", ["a_distribution_of_20", pytest.param("ops", marks=pytest.mark.long)])
     def test_style_whatever_the_name(self, original, tmp_path, name):
-        generate(original, tmp_path / name, name).lint()
+        """With an operator of each shape and kind."""
+        made = generate(original, tmp_path / name, name)
+        added = {other: choice for other, choice in OPERATORS.items() if choice != ("cpp", op.SHAPES[0])}
+        made.run_code(f"from templates import op\nfor name, choice in {added}.items():\n    op.add(name, *choice)\n")
+        made.lint()
+        made.run("mypy")
 
     @pytest.mark.parametrize(
         ("name", "message"),
@@ -272,19 +280,21 @@ class TestAdd:
 
     def test_contract(self, checkout):
         """Of one shape in either kind."""
-        self.contract(checkout, [name for name, (_, shape) in OPERATORS.items() if shape == op.SHAPES[0]])
+        self.contract(checkout, COMPILED)
 
     @pytest.mark.long
     def test_contract_of_all(self, checkout, monkeypatch):
         """Of every shape in either kind, as a user compiles them."""
-        others = {f"t{i}": ("triton", shape) for i, shape in enumerate(op.SHAPES[1:])}
+        others = {name: choice for name, choice in OPERATORS.items() if name not in COMPILED}
+        others |= {f"t{i}": ("triton", shape) for i, shape in enumerate(op.SHAPES[1:])}
         monkeypatch.setattr(sys.modules[__name__], "OPERATORS", {**OPERATORS, **others})
-        for name, (kind, shape) in others.items():
-            checkout.run("templates.op", "add", name, "--kind", kind, "--shape", shape)
+        for name, choice in others.items():
+            checkout.add(name, *choice)
         checkout.build()
         checkout.lint()
         self.contract(checkout, OPERATORS)
         checkout.run("pytest", "-q", "-p", "no:cacheprovider", "tests/test_opinfo.py")
+        self.verify(checkout, OPERATORS)
         for name in others:
             checkout.run("templates.op", "remove", name)
         checkout.build(DEBUG="1", USE_CUDA="0")
@@ -315,20 +325,21 @@ class TestAdd:
         files = ["tests/test_libraries.py", *(f"tests/checkout/test_{name}.py" for name in ("docs", "report"))]
         checkout.run("pytest", "-q", "-p", "no:cacheprovider", *files)
 
-    def test_style(self, checkout):
-        checkout.lint()
-        checkout.run("mypy")
-
-    def test_benchmark(self, checkout):
-        """Each case's contenders compute what the reference does."""
+    @staticmethod
+    def verify(checkout: Checkout, names: Iterable[str]) -> None:
+        """Of those in C++, as the others have the same."""
         verify = f"""
 from benchmarks import harness
 from benchmarks.__main__ import cases
-for name in {[name for name, (kind, _) in OPERATORS.items() if kind == "cpp"]}:  # The others have the same.
+for name in {[name for name in names if OPERATORS[name][0] == "cpp"]}:
     case = next(cases(name, "cpu"))
     harness.verify(case, case.inputs())
 """
         checkout.run_code(verify)
+
+    def test_benchmark(self, checkout):
+        """Each case's contenders compute what the reference does."""
+        self.verify(checkout, COMPILED)
 
     def test_names(self, checkout):
         """One as the command says it, all others in one process."""
@@ -415,9 +426,13 @@ class TestRemove:
         (results / "scale-cpu.jsonl").write_text(re.sub("mymuladd|muladd", "scale", measured))
         checkout.run("benchmarks.report")
         assert (checkout.path / "benchmarks" / "pictures" / "scale-speed.svg").exists()
+        added = {name: choice for name, choice in OPERATORS.items() if name not in COMPILED}
+        checkout.run_code(
+            f"from templates import op\nfor name, choice in {added}.items():\n    op.add(name, *choice)\n"
+        )
         (checkout.path / "csrc" / "positive.cpp").open("a").write("// Mine.\n")
         checkout.run("templates.op", "remove", "positive", "--force")
-        names = [name for name in OPERATORS if name != "positive"]
+        names = [*(name for name in added if name != "positive"), *COMPILED]  # What is not compiled can't be reported on.
         checkout.run_code(f"from templates import op\nfor name in {names}:\n    op.remove(name, False)\n")
         after = contents(checkout.path)
         assert {path for path in {*after, *checkout.before} if after.get(path) != checkout.before.get(path)} == set()
