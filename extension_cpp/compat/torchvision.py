@@ -71,8 +71,9 @@ def _make_batched(replaced: Callable) -> Callable:
 
 
 def _batched_nms(replaced: Callable, boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: float) -> Tensor:
-    # A program that is saved names torchvision's operators alone, so that it loads without this package.
-    saved = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    # A program that is saved names torchvision's operators alone, so that it loads without this package. Of a program that
+    # is only compiled torch.compiler.is_exporting() says that it is exported, before torch 2.13; not so what it returns.
+    saved = torch.jit.is_tracing() or torch.compiler._is_exporting_flag
     if (
         not saved
         and boxes.device.type in _backends.elsewhere.get(NAME, ())

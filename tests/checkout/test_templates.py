@@ -432,7 +432,10 @@ class TestRemove:
         )
         (checkout.path / "csrc" / "positive.cpp").open("a").write("// Mine.\n")
         checkout.run("templates.op", "remove", "positive", "--force")
-        names = [*(name for name in added if name != "positive"), *COMPILED]  # What is not compiled can't be reported on.
+        names = [
+            *(name for name in added if name != "positive"),
+            *COMPILED,
+        ]  # What is not compiled can't be reported on.
         checkout.run_code(f"from templates import op\nfor name in {names}:\n    op.remove(name, False)\n")
         after = contents(checkout.path)
         assert {path for path in {*after, *checkout.before} if after.get(path) != checkout.before.get(path)} == set()
