@@ -35,10 +35,10 @@ class Rows:
 
 def launch(kernel: Any, programs: int, size: int, *arguments: Any) -> None:
     """Start so many programs of a kernel that has whole rows of `size` elements in its block."""
-    block = triton.next_power_of_2(size)
+    block = triton.next_power_of_2(max(size, 1))
     if block > 2**20:
         _backends.fail(kernel.__name__.strip("_"), f"Triton's blocks have at most 1048576 elements, got rows of {size}")
-    if programs == 0 or size == 0:
+    if programs == 0:
         return
     constants = {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}
     first = arguments[0]

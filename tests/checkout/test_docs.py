@@ -28,6 +28,7 @@ SHOWN = {
     "scale_and_shift": "optional",
     "positive": "data-dependent",
     "rms_norm": "row-wise",
+    "log_sum_exp": "reduce",
 }
 GUIDE = ROOT / "docs" / "add-an-operator.md"
 FILE_OF_BLOCK = r"(?:^`([\w/.]+)`:\n\n)?^```(\w+)\n(.*?)^```$"

@@ -28,6 +28,7 @@ OPERATORS = {
     "scale_and_shift_by_what_is_optional_or": ("cpp", "optional"),
     "positive": ("cpp", "data-dependent"),
     "rows_of_root_mean_square_one": ("cpp", "row-wise"),
+    "logarithm_of_the_sum_of_exponentials": ("cpp", "reduce"),
 }
 OPERATORS |= {"in_triton": ("triton", op.SHAPES[0])}
 
@@ -435,7 +436,7 @@ def test_make_passes_them_on():
     ):
         done = subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True, text=True)
         assert wanted in done.stdout
-    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 6
+    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 7
     done = subprocess.run(["make", "-n", "op"], cwd=ROOT, capture_output=True, text=True)
     assert "templates.op list" in done.stdout and "templates.op add" not in done.stdout
 
@@ -492,6 +493,8 @@ def test_a_call_takes_no_more_than_of_our_own(library, shape):
         assert len(instructions(made)) == len(instructions(ours.myadd_out)) - 2 * tensor + number
     elif shape == "row-wise":  # Two tensors and a number with a default, which takes no instruction.
         assert instructions(made) == instructions(ours.mymuladd)
+    elif shape == "reduce":  # One tensor.
+        assert instructions(made) == instructions(ours.add_one)
     elif shape == "optional":  # Whether it is None is asked before its type and again before its gradient.
         assert 0 < len(instructions(made)) - length[ours.my_op] <= 2 * tensor
     else:
