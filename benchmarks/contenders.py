@@ -145,6 +145,7 @@ def row_cases(
     arguments: Callable[[Tensor], tuple] = lambda x: (x,),
     peers: dict[str, Function] | None = None,
     passes: tuple[int, int] = (2, 5),
+    compiles: bool = True,
 ) -> Callable[[str], Iterator[Case]]:
     """The cases of a row-wise operator of this package, next to its reference, eager and compiled, forward and backward.
 
@@ -153,6 +154,7 @@ def row_cases(
         arguments: makes its arguments of rows.
         peers: other functions of these.
         passes: how often rows are read or written, forward and in both.
+        compiles: whether the compiled reference is one of its peers.
     """
     operator = function.operator
     eager = operator.reference
@@ -161,7 +163,8 @@ def row_cases(
     def make() -> Function:
         return compiled(eager)
 
-    contenders = {OURS: function, "eager": eager, "compiled": lambda *args: make()(*args), **(peers or {})}
+    when_called = {"compiled": lambda *args: make()(*args)} if compiles else {}
+    contenders = {OURS: function, "eager": eager, **when_called, **(peers or {})}
 
     def cases(device: str) -> Iterator[Case]:
         for dtype, (rows, size) in product(DTYPES, ROWS[device]):
