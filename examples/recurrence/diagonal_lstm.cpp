@@ -29,10 +29,13 @@ const Operator kBackward(
 struct Cell {
   static constexpr int kStates = 2, kInputs = 4, kWeights = 4;
 
-  EXTENSION_CPP_INLINE auto operator()(
-      auto h, auto c, auto x_i, auto x_f, auto x_g, auto x_o, auto w_i, auto w_f, auto w_g, auto w_o) const {
-    const auto i = sigmoid(x_i + w_i * h), f = sigmoid(x_f + w_f * h), o = sigmoid(x_o + w_o * h);
+  // Not of `auto` parameters, of which nvcc 13.0 takes no more than nine.
+  template <class H, class C, class XI, class XF, class XG, class XO, class WI, class WF, class WG, class WO>
+  EXTENSION_CPP_INLINE auto operator()(H h, C c, XI x_i, XF x_f, XG x_g, XO x_o, WI w_i, WF w_f, WG w_g, WO w_o) const {
+    const auto i = sigmoid(x_i + w_i * h);
+    const auto f = sigmoid(x_f + w_f * h);
     const auto g = hyperbolic_tangent(x_g + w_g * h);
+    const auto o = sigmoid(x_o + w_o * h);
     const auto next = f * c + i * g;
     return states(o * hyperbolic_tangent(next), next);
   }

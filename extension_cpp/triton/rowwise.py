@@ -14,13 +14,19 @@ MOST_SUMS = 1024
 
 
 class Rows:
-    """The rows of a tensor (..., N): dense, and as far apart from each other as the argument's own where that is possible."""
+    """The rows of a tensor (..., N): dense, and as far apart from each other as the argument's own where that is possible.
+
+    Triton compiles a kernel for aligned rows and another for those that aren't, which add up in another order. So that the
+    length of the rows alone decides which, a tensor of the other kind is copied.
+    """
 
     def __init__(self, t: Tensor) -> None:
         self.size = t.shape[-1]
         self.count = t.shape[:-1].numel()
-        one = self.size <= 1 or t.stride(-1) == 1
-        self.data = t if one and t.dim() <= 2 else t.contiguous()
+        dense = (self.size <= 1 or t.stride(-1) == 1) and (t.dim() <= 2 or t.is_contiguous())
+        apart = t.stride(0) if t.dim() == 2 else self.size
+        aligned = apart % 16 == 0 and t.storage_offset() * t.element_size() % 16 == 0
+        self.data = t if dense and aligned == (self.size % 16 == 0) else t.clone(memory_format=torch.contiguous_format)
         self.apart = self.data.stride(0) if t.dim() == 2 else self.size
 
     def sums(self) -> tuple[int, Tensor]:
