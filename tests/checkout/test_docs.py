@@ -29,6 +29,7 @@ SHOWN = {
     "positive": "data-dependent",
     "rms_norm": "row-wise",
     "log_sum_exp": "reduce",
+    "gated_sum": "recurrence",
 }
 GUIDE = ROOT / "docs" / "add-an-operator.md"
 FILE_OF_BLOCK = r"(?:^`([\w/.]+)`:\n\n)?^```(\w+)\n(.*?)^```$"
