@@ -141,7 +141,11 @@ ROWS = {"cpu": ((64, 1024), (4096, 1024), (1024, 16384)), "cuda": ((4096, 1024),
 
 
 def row_cases(
-    function: Any, arguments: Callable[[Tensor], tuple] = lambda x: (x,), peers: dict[str, Function] | None = None
+    function: Any,
+    arguments: Callable[[Tensor], tuple] = lambda x: (x,),
+    peers: dict[str, Function] | None = None,
+    passes: tuple[int, int] = (2, 5),
+    compiles: bool = True,
 ) -> Callable[[str], Iterator[Case]]:
     """The cases of a row-wise operator of this package, next to its reference, eager and compiled, forward and backward.
 
@@ -149,6 +153,8 @@ def row_cases(
         function: the public function.
         arguments: makes its arguments of rows.
         peers: other functions of these.
+        passes: how often rows are read or written, forward and in both.
+        compiles: whether the compiled reference is one of its peers.
     """
     operator = function.operator
     eager = operator.reference
@@ -157,7 +163,8 @@ def row_cases(
     def make() -> Function:
         return compiled(eager)
 
-    contenders = {OURS: function, "eager": eager, "compiled": lambda *args: make()(*args), **(peers or {})}
+    when_called = {"compiled": lambda *args: make()(*args)} if compiles else {}
+    contenders = {OURS: function, "eager": eager, **when_called, **(peers or {})}
 
     def cases(device: str) -> Iterator[Case]:
         for dtype, (rows, size) in product(DTYPES, ROWS[device]):
@@ -171,7 +178,7 @@ def row_cases(
 
             described = {"dtype": dtype, "size": f"{rows} x {size}", "short": (rows, size) == ROWS["cpu"][0]}
             moved = dtype.itemsize * rows * size
-            yield Case(operator.name, device, contenders, inputs, eager, bytes=2 * moved, **described)
+            yield Case(operator.name, device, contenders, inputs, eager, bytes=passes[0] * moved, **described)
             both = {name: backward(who) for name, who in contenders.items()}
             yield Case(
                 operator.name,
@@ -180,7 +187,7 @@ def row_cases(
                 training,
                 backward(eager),
                 workload="forward and backward",
-                bytes=5 * moved,
+                bytes=passes[1] * moved,
                 tolerance=torch.finfo(dtype).eps * 32 * (1 + rows**0.5),  # Of a sum over rows.
                 **described,
             )

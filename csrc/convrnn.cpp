@@ -5,12 +5,12 @@
 // of tanh takes most.
 #include "convrnn.h"
 
-#include <cmath>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
 
 #include "common/cpu_dtypes.h"
+#include "common/functions.h"
 #include "common/huge_pages.h"
 #include "common/simd.h"
 
@@ -18,45 +18,6 @@ namespace extension_cpp::convrnn {
 namespace {
 
 constexpr int64_t kLanes = 16;  // of the widest vectors; loops go on to a multiple
-
-template <class V>
-struct Format;
-template <>
-struct Format<float> {
-  using Bits = uint32_t;
-  static constexpr int kFraction = 23, kTerms = 8;
-  static constexpr Bits kOne = 0x3f800000;
-  static constexpr float kMost = 20, kLog2High = 0x1.62e4p-1f, kLog2Low = 0x1.7f7d1cp-20f;
-};
-template <>
-struct Format<double> {
-  using Bits = uint64_t;
-  static constexpr int kFraction = 52, kTerms = 13;
-  static constexpr Bits kOne = 0x3ff0000000000000;
-  static constexpr double kMost = 40, kLog2High = 0x1.62e42fee00000p-1, kLog2Low = 0x1.a39ef35793c76p-33;
-};
-
-// m / (m + 2) with m = exp(2|z|) - 1 = 2^n (1 + q) - 1, where q = exp(r) - 1 for the rest r of 2|z| from n log 2, by
-// its Taylor series; at most 2 units in the last place off. No branch and no call, so that a loop over it becomes
-// vectors.
-template <class V>
-inline V tanh_of(V z) {
-  using F = Format<V>;
-  constexpr V kShift = V(3) * (typename F::Bits{1} << (F::kFraction - 1)), kLog2e = V(1.4426950408889634);
-  V twice = 2 * std::abs(z);
-  twice = F::kMost < twice ? F::kMost : twice;  // NaN stays.
-  const V shifted = twice * kLog2e + kShift;    // n is in its low bits.
-  const V n = shifted - kShift;
-  const V r = (twice - n * F::kLog2High) - n * F::kLog2Low;
-  V inverse_factorials[F::kTerms + 1] = {1};
-  for (int i = 1; i <= F::kTerms; ++i) inverse_factorials[i] = inverse_factorials[i - 1] / i;
-  V q = inverse_factorials[F::kTerms];
-  for (int i = F::kTerms - 1; i >= 2; --i) q = q * r + inverse_factorials[i];
-  q = q * (r * r) + r;
-  const V scale = std::bit_cast<V>((std::bit_cast<typename F::Bits>(shifted) << F::kFraction) + F::kOne);
-  const V m = scale * q + (scale - 1);
-  return std::copysign(m / (m + 2), z);
-}
 
 template <int kTaps, class V>
 void add_taps(const V* from, const V* weights, V* to, int64_t n) {
@@ -157,7 +118,7 @@ struct OnCpu {
               read(from.row(b, t), from.along, sums.data(), n);
               convolve(state.values.data(), weights, sums.data(), padded);
               V* z = sums.data();
-              for (int64_t i = 0; i < padded; ++i) z[i] = tanh_of(z[i]);
+              for (int64_t i = 0; i < padded; ++i) z[i] = hyperbolic_tangent(z[i]);
               write(to + n, z, n);
             }
             to += n;

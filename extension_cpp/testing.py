@@ -263,6 +263,25 @@ def row_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
     yield make(8).expand(4, 8)
 
 
+def sequence_samples(
+    device: str, dtype: torch.dtype, *, inputs: int, weights: int, states: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Inputs (B, T, H), weights (H,) and initial states (B, H) of each kind that a recurrence over time meets: no steps, one,
+    many, no channels, more than a block has, strided, broadcast. With the weights small, steps don't make errors grow."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+    shapes = ((2, 3, 5), (3, 1, 8), (2, 0, 4), (0, 3, 4), (2, 3, 0), (1, 1, 1), (2, 40, 33), (3, 5, 700))
+    for batch, steps, width in shapes:
+        some = [make(batch, steps, width) for _ in range(inputs)]
+        yield *some, *(make(width) / 4 for _ in range(weights)), *(make(batch, width) for _ in range(states))
+    # Time first, gates of one matrix, and the same state for the whole batch.
+    some = [make(4, 3, 6).transpose(0, 1), *make(3, 4, 6 * inputs).chunk(inputs, -1)[1:]]
+    yield *some, *(make(6) / 4 for _ in range(weights)), *(make(6).expand(3, 6) for _ in range(states))
+
+
 class Contract:
     """The checks. `op` is the operator under test; subclasses may add tests of their own."""
 

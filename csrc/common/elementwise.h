@@ -69,6 +69,16 @@ struct OnArrays {
   }
 };
 
+// What an operator returns: its result, or a tuple of several.
+template <size_t N>
+auto returned(const std::array<Tensor, N>& results) {
+  if constexpr (N == 1) {
+    return results[0];
+  } else {
+    return std::tuple_cat(results);
+  }
+}
+
 template <class Formula, size_t... I>
 constexpr size_t results_of(std::index_sequence<I...>) {
   return kResults<decltype(std::declval<const Formula&>()((static_cast<void>(I), 0.0f)...))>;
@@ -86,15 +96,11 @@ auto elementwise(const Operator& op, const Formula& formula, const Inputs&... in
   const Call<kIn> call(op, {&inputs...});
   Loop<kOut + kIn> loop;
   const auto outputs = allocate_outputs<kOut, kIn>(op.name(), call.views, loop);
-  return [&]<size_t... O>(std::index_sequence<O...>) {
+  [&]<size_t... O>(std::index_sequence<O...>) {
     run_elementwise<Kernels, kOut, kIn>(
         op.name(), call.views[0], loop, {&outputs[O]..., &inputs...}, detail::OnArrays<Formula, kIn>{formula});
-    if constexpr (kOut == 1) {
-      return outputs[0];
-    } else {
-      return std::make_tuple(outputs[O]...);
-    }
   }(std::make_index_sequence<kOut>());
+  return detail::returned(outputs);
 }
 
 // The same into the last tensor, which the operator writes; the formula takes the others.

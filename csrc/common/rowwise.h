@@ -31,13 +31,12 @@
 #pragma once
 
 #include <array>
-#include <bit>
-#include <cmath>
 #include <tuple>
 
 #include <torch/csrc/stable/ops.h>
 
 #include "elementwise.h"
+#include "functions.h"
 
 namespace extension_cpp {
 
@@ -61,34 +60,6 @@ constexpr bool has_elements(Role role) {
   return role == kRows || role == kColumns;
 }
 
-// exp on the CPU without a branch or a call, so that a loop over it becomes vectors: 2^n exp(r) by a series in the rest
-// r of x from n log 2, at most 2 units in the last place off. What is below the smallest normal number is 0.
-template <class V>
-EXTENSION_CPP_INLINE V exponential(V x) {
-#if defined(__CUDA_ARCH__)
-  return exp(x);
-#else
-  constexpr bool kSingle = std::is_same_v<V, float>;
-  using Bits = std::conditional_t<kSingle, uint32_t, uint64_t>;
-  constexpr int kFraction = kSingle ? 23 : 52, kTerms = kSingle ? 7 : 13;
-  constexpr V kShift = V(3) * (Bits{1} << (kFraction - 1));
-  constexpr V kLog2High = kSingle ? V(0x1.62e4p-1) : V(0x1.62e42fee00000p-1);
-  constexpr V kLog2Low = kSingle ? V(0x1.7f7d1cp-20) : V(0x1.a39ef35793c76p-33);
-  constexpr V kLeast = kSingle ? V(-87.3) : V(-708.3), kMost = kSingle ? V(88.3) : V(709.4);
-  const V shifted = x * V(1.4426950408889634) + kShift;  // n is in its low bits.
-  const V n = shifted - kShift;
-  const V r = (x - n * kLog2High) - n * kLog2Low;
-  V inverse_factorials[kTerms + 1] = {1};
-  for (int i = 1; i <= kTerms; ++i) inverse_factorials[i] = inverse_factorials[i - 1] / i;
-  V sum = inverse_factorials[kTerms];
-  for (int i = kTerms - 1; i >= 0; --i) sum = sum * r + inverse_factorials[i];
-  const Bits one = std::bit_cast<Bits>(V(1));
-  const V result = sum * std::bit_cast<V>((std::bit_cast<Bits>(shifted) << kFraction) + one);
-  const V within = x < kLeast ? V(0) : result;
-  return x > kMost ? std::numeric_limits<V>::infinity() : within;
-#endif
-}
-
 namespace detail {
 
 constexpr int kRowDims = 4;  // of the leading dimensions, once those that lie behind one another are merged
@@ -105,6 +76,18 @@ struct Leading {
     return ndim == 0 ? 0 : at + row * strides[k][ndim - 1];
   }
 };
+
+// All results of a call, contiguous.
+template <size_t kOut, size_t kIn>
+std::array<Tensor, kOut> allocate_results(const Call<kIn>& call, bool large = true) {
+  const auto results = [&]<size_t... I>(std::index_sequence<I...>) {
+    return std::array<Tensor, kOut>{call.empty(I)...};
+  }(std::make_index_sequence<kOut>());
+  if (large && call.views[0].device_type == aoti_torch_device_type_cpu()) {
+    for (const Tensor& result : results) ask_for_huge_pages(result);
+  }
+  return results;
+}
 
 // False where that takes more dimensions than there are.
 template <size_t K>
@@ -329,27 +312,14 @@ auto rowwise(const Operator& op, const Formula& formula, const Tensors&... tenso
   constexpr size_t kIn = Shape::kIn, kOut = Shape::kOut;
   static_assert(sizeof...(Tensors) == kIn, "as many tensors as Arguments has roles");
   const Call<kIn> call(op, {&tensors...});
-  const auto results = [&]<size_t... I>(std::index_sequence<I...>) {
-    return std::array<Tensor, kOut>{call.empty(I)...};
-  }(std::make_index_sequence<kOut>());
+  const auto results = detail::allocate_results<kOut>(call, Shape::kRowsOut > 0);
   const detail::RowArguments<Formula> arguments(op.name(), {&tensors...}, call.views);
   void* data[kOut];
   for (size_t k = 0; k < kOut; ++k) data[k] = results[k].mutable_data_ptr();
-  if constexpr (Shape::kRowsOut > 0) {
-    if (call.views[0].device_type == aoti_torch_device_type_cpu()) {
-      for (const Tensor& result : results) ask_for_huge_pages(result);
-    }
-  }
   // The dtype is that of the first argument that has elements.
   const View& first = call.views[Shape::kElementsAt[0]];
   detail::run_rows(op.name(), first, formula, arguments, data);
-  return [&]<size_t... I>(std::index_sequence<I...>) {
-    if constexpr (kOut == 1) {
-      return results[0];
-    } else {
-      return std::make_tuple(results[I]...);
-    }
-  }(std::make_index_sequence<kOut>());
+  return detail::returned(results);
 }
 
 }  // namespace extension_cpp

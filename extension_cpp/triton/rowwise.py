@@ -14,13 +14,19 @@ MOST_SUMS = 1024
 
 
 class Rows:
-    """The rows of a tensor (..., N): dense, and as far apart from each other as the argument's own where that is possible."""
+    """The rows of a tensor (..., N): dense, and as far apart from each other as the argument's own where that is possible.
+
+    Triton compiles a kernel for aligned rows and another for those that aren't, which add up in another order. So that the
+    length of the rows alone decides which, a tensor of the other kind is copied.
+    """
 
     def __init__(self, t: Tensor) -> None:
         self.size = t.shape[-1]
         self.count = t.shape[:-1].numel()
-        one = self.size <= 1 or t.stride(-1) == 1
-        self.data = t if one and t.dim() <= 2 else t.contiguous()
+        dense = (self.size <= 1 or t.stride(-1) == 1) and (t.dim() <= 2 or t.is_contiguous())
+        apart = t.stride(0) if t.dim() == 2 else self.size
+        aligned = apart % 16 == 0 and t.storage_offset() * t.element_size() % 16 == 0
+        self.data = t if dense and aligned == (self.size % 16 == 0) else t.clone(memory_format=torch.contiguous_format)
         self.apart = self.data.stride(0) if t.dim() == 2 else self.size
 
     def sums(self) -> tuple[int, Tensor]:
@@ -35,10 +41,10 @@ class Rows:
 
 def launch(kernel: Any, programs: int, size: int, *arguments: Any) -> None:
     """Start so many programs of a kernel that has whole rows of `size` elements in its block."""
-    block = triton.next_power_of_2(size)
+    block = triton.next_power_of_2(max(size, 1))
     if block > 2**20:
         _backends.fail(kernel.__name__.strip("_"), f"Triton's blocks have at most 1048576 elements, got rows of {size}")
-    if programs == 0 or size == 0:
+    if programs == 0:
         return
     constants = {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}
     first = arguments[0]

@@ -28,6 +28,8 @@ SHOWN = {
     "scale_and_shift": "optional",
     "positive": "data-dependent",
     "rms_norm": "row-wise",
+    "log_sum_exp": "reduce",
+    "gated_sum": "recurrence",
 }
 GUIDE = ROOT / "docs" / "add-an-operator.md"
 FILE_OF_BLOCK = r"(?:^`([\w/.]+)`:\n\n)?^```(\w+)\n(.*?)^```$"

@@ -28,6 +28,8 @@ OPERATORS = {
     "scale_and_shift_by_what_is_optional_or": ("cpp", "optional"),
     "positive": ("cpp", "data-dependent"),
     "rows_of_root_mean_square_one": ("cpp", "row-wise"),
+    "logarithm_of_the_sum_of_exponentials": ("cpp", "reduce"),
+    "gated_through_time": ("cpp", "recurrence"),
 }
 OPERATORS |= {"in_triton": ("triton", op.SHAPES[0])}
 COMPILED = ("scale", "in_triton")  # By the tests that aren't long: a shape in either kind.
@@ -453,7 +455,7 @@ def test_make_passes_them_on():
     ):
         done = subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True, text=True)
         assert wanted in done.stdout
-    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 6
+    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 8
     done = subprocess.run(["make", "-n", "op"], cwd=ROOT, capture_output=True, text=True)
     assert "templates.op list" in done.stdout and "templates.op add" not in done.stdout
 
@@ -510,6 +512,10 @@ def test_a_call_takes_no_more_than_of_our_own(library, shape):
         assert len(instructions(made)) == len(instructions(ours.myadd_out)) - 2 * tensor + number
     elif shape == "row-wise":  # Two tensors and a number with a default, which takes no instruction.
         assert instructions(made) == instructions(ours.mymuladd)
+    elif shape == "reduce":  # One tensor.
+        assert instructions(made) == instructions(ours.add_one)
+    elif shape == "recurrence":  # Four tensors, where mymul has two.
+        assert len(instructions(made)) == length[ours.mymul] + 2 * tensor
     elif shape == "optional":  # Whether it is None is asked before its type and again before its gradient.
         assert 0 < len(instructions(made)) - length[ours.my_op] <= 2 * tensor
     else:

@@ -1,0 +1,1 @@
+#include "diagonal_lstm.cpp"  // The same cell, compiled for CUDA.
