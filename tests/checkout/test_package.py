@@ -767,5 +767,5 @@ class TestEnvironment:
             for line in (line for line in listed if isinstance(line, str)):
                 name = re.split("[ =<>;]", line)[0]
                 assert names.get(name, name) in there, f"environment.yml has no {name}"
-        dev = " ".join(groups["dev"][2:])
+        dev = " ".join(str(line) for name in ("tools", "with-torch") for line in groups[name])
         assert all(re.split("[ =<>]", spec)[0] in dev for spec in by_pip)
