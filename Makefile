@@ -129,15 +129,19 @@ env: engine
 	@PATH="$(abspath $(CONDA)):$$PATH" $(CONDA)/python -m package.env
 
 # For PyPI: both libraries in one. The older the system that it is made on, the more systems can use it. Where there is no
-# nvcc, NVIDIA's wheels have one.
+# nvcc, NVIDIA's wheels have one. A commit gives the same bytes to everyone: its time stands for the clock, nothing is left of an
+# earlier build, and modes are not those of the builder's umask.
 NVCC := $(shell command -v nvcc)
-wheel: $(READY) $(if $(NVCC),,build/nvcc/.ready)
-	rm -rf dist/wheel
-	USE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
+wheel: export USE_CUDA ?= 1
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+wheel: $(READY) $(if $(NVCC)$(filter 0,$(USE_CUDA)),,build/nvcc/.ready)
+	rm -rf dist/wheel build/lib* build/bdist*
+	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
 	    $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
 	    $(RUN) -m build --wheel --no-isolation --outdir dist/wheel/made
 	$(TOOLS) $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist/wheel dist/wheel/made/*.whl
+	$(RUN) -m package.reproducible dist/wheel/*.whl
 
 build/nvcc/.ready: channel/pins.yaml | $(READY)
 	rm -rf build/nvcc && mkdir -p build/nvcc
