@@ -49,7 +49,7 @@ inline V tanh_of(V z) {
   const V n = shifted - kShift;
   const V r = (twice - n * F::kLog2High) - n * F::kLog2Low;
   V inverse_factorials[F::kTerms + 1] = {1};
-  for (int i = 1; i <= F::kTerms; ++i) inverse_factorials[i] = inverse_factorials[i - 1] / i;
+  for (int i = 1; i <= F::kTerms; ++i) inverse_factorials[i] = inverse_factorials[i - 1] / V(i);
   V q = inverse_factorials[F::kTerms];
   for (int i = F::kTerms - 1; i >= 2; --i) q = q * r + inverse_factorials[i];
   q = q * (r * r) + r;
@@ -129,7 +129,8 @@ template <class Body>
 void for_rows(const Sizes& sizes, const Body& body) {
   constexpr int64_t kGrain = 16'384;  // elements worth a thread
   if (sizes.batch == 0) return;
-  const double work = static_cast<double>(sizes.steps + 1) * sizes.width * (1 + sizes.taps / kLanes);
+  const auto groups = static_cast<double>(1 + sizes.taps / kLanes);
+  const double work = static_cast<double>(sizes.steps + 1) * static_cast<double>(sizes.width) * groups;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   if (sizes.batch <= grain) return body(0, sizes.batch);
   parallel_for(0, sizes.batch, grain, body);

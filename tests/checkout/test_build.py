@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from clones import clone, lean
+from clones import clone, environment, lean
 
 import extension_cpp
 from extension_cpp import _build
@@ -252,6 +253,52 @@ if {lacks_kernel}:
     if lacks_kernel:
         found = "{}.{}".format(*capability)
         assert called[0].startswith(f"my_op: {lacking.format(found)}"), called
+
+
+SOURCES = [str(path.relative_to(ROOT)) for folder in ("csrc", "csrc/common") for path in (ROOT / folder).glob("*.cpp")]
+WARNINGS = {
+    "g++": "-Wextra -Wconversion -Werror",
+    # The sizes of the standard library have no sign, those of PyTorch have: GCC's -Wconversion leaves that out by itself.
+    "clang++": "-Wextra -Wconversion -Wno-sign-conversion -Werror",
+}
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize("compiler", WARNINGS)
+def test_no_warnings(compiler, source, tmp_path, monkeypatch):
+    """Not of more either than a build asks for, as of a conversion that loses a part of the value."""
+    if not shutil.which(compiler):
+        pytest.skip(f"no {compiler}")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("CXXFLAGS", f"{WARNINGS[compiler]} -fsyntax-only")
+    command = _build.rules(None, [sysconfig.get_path("include")])["cxx"].replace("$in", source)
+    command = command.replace("$out", shlex.quote(str(tmp_path / "out")))
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++")
+def test_clang(tmp_path):
+    """Its library computes the same: nms, where a fused multiply-add would change what is kept, by each kind of vectors."""
+    checkout = lean(tmp_path / "checkout", "nms")
+    done = build(checkout, USE_CUDA="0", CXX="clang++")
+    assert done.returncode == 0 and "warning" not in done.stdout, done.stdout + done.stderr
+    for level in ("baseline", "avx2", ""):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/test_nms.py",
+            "-k",
+            "cpu and parity",
+        ]
+        variables = environment(checkout, EXTENSION_CPP_SIMD=level)
+        done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 
 @pytest.mark.long
