@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 try:
@@ -27,6 +28,12 @@ def main() -> int:
     made_with = FOLDER / "made-with"
     if made_with.exists() and made_with.read_text() == wanted:
         return 0
+    if find_spec("ensurepip") is None:
+        print(
+            f"error: {sys.executable} has no ensurepip: apt-get install python3-venv, or PYTHON=<another>",
+            file=sys.stderr,
+        )
+        return 1
     print(f"environment of the build engine, in {FOLDER.name} (usually 15 s) ...", flush=True)
     try:
         venv.create(FOLDER, clear=True, with_pip=True, symlinks=True)
