@@ -296,6 +296,8 @@ class Operator:
             return error
         if "API call failed at " in said and not said.startswith(f"{self.name}: "):
             said = f"{self.name}: {_last_error() or said}"
+        if said.startswith("ZeroTensors are immutable"):  # PyTorch's of one that is to be written, before any kernel.
+            said = f"{self.name}: {said}"
         if "out of memory. Tried to allocate" in said:
             return torch.OutOfMemoryError(said)
         return error if said == str(error) else RuntimeError(said)
