@@ -540,6 +540,10 @@ def check_error(
         return  # The same, of a GPU.
     if "invalid storage offset" in said:
         return  # PyTorch's of a part of a tensor, where an index times a stride is more than 2^63.
+    if case.writes and way != "function" and "ZeroTensors are immutable" in said:
+        return  # The dispatcher's, before any code of ours.
+    if "NYI: broadcasting NT" in said:
+        return  # Nested tensors', likewise.
     if not re.search(rf"\b{operator.name}\b", said):
         raise Found(f"an error that doesn't name the operator: {type(error).__name__}: {said}") from error
     if case.dynamic_size and ((way == "meta" and "data-dependent" in said) or (way == "vmap" and "vmap" in said)):
@@ -549,7 +553,7 @@ def check_error(
             return
         if is_too_large(error) and (bytes_of_results(case, args) >= BEYOND or way in DERIVATIVES):
             return
-        if case.writes and "ZeroTensors are immutable" in said:
+        if case.writes and ("ZeroTensors are immutable" in said or "We only support functionalizing" in said):
             return
         if case.writes and ((way == "vmap" and "vmap" in said) or way in DERIVATIVES):
             return
@@ -610,6 +614,8 @@ def is_compared(case: Case, call: Call, args: list[Any], device: str) -> bool:
     operator = case.operator
     if max([largest(args), *map(numel, args)]) > 2**20 or any("kind" in t for t in call["args"] if isinstance(t, dict)):
         return False
+    if any(t.dtype == torch.float64 and bool((t.isfinite() & (t.abs() > 1e150)).any()) for t in testing.tensors(args)):
+        return False  # What the reference computes in between can be infinite.
     if not operator.public and any(t["values"] != "unit" for t in call["args"] if isinstance(t, dict)):
         return False
     chosen = [(a, d) for a, d in zip(args, operator.defaults) if isinstance(d, bool)]
@@ -644,7 +650,12 @@ def derivatives(contract: Contract, call: Call, args: list[Any], device: str, re
         if i < len(wide) and isinstance(wide[i], Tensor):
             wide[i] = wide[i].requires_grad_()
     for g, w in zip(got, way(case.reference, wide[: len(operator.names)]) or ()):
-        close(g, w, f"{call['way']} of {operator.name}")
+        # A forward derivative of float32 without dimensions is of float64, as PyTorch's.
+        close(
+            g.float() if any(t.dtype == torch.float32 for t in testing.tensors(args)) else g,
+            w,
+            f"{call['way']} of {operator.name}",
+        )
 
 
 def is_smooth(args: Sequence[Any]) -> bool:

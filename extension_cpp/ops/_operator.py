@@ -517,6 +517,8 @@ class Operator:
                     "Storage size calculation overflowed"
                 ):  # PyTorch's, of more than 2^63 bytes.
                     error.args = (f"{self.name}: can't allocate memory: {error}",)
+                elif str(error) == "Stride calculation overflowed":
+                    error.args = (f"{self.name}: {error}",)
                 raise
             if backend is not None:
                 _backends.require(self, backend, args)
