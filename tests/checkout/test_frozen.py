@@ -28,7 +28,7 @@ LEFT_OUT = (
     "onnxscript",
     "torchvision",
     "triton",
-)  # It takes a minute without them.
+)  # It takes minutes less without them.
 
 
 def test_entry_point():
