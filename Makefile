@@ -1,8 +1,10 @@
 # Each target makes what it needs, in .venv and .venv-conda; in an activated conda environment that has PyTorch, as that of
 # environment.yml, everything runs there. From outside: PYTHON and TORCH pick what the former are made of, VARIANT and CHANNEL
-# what `package` builds and against what; extension_cpp/_build.py lists the variables of the build.
+# what `package` builds and against what; extension_cpp/_build.py lists the variables of the build. The tools have the versions
+# and hashes of locked/; LOCKED=0 takes the newest ones. PyTorch, and what has to match it, are of the version that TORCH says.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+LOCKED ?= 1
 QUIET := --quiet --quiet --disable-pip-version-check
 ACTIVE := $(and $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/conda-meta/pytorch-[0-9]*.json))
 ifeq ($(ACTIVE),)
@@ -19,13 +21,18 @@ endif
 RUN := $(BIN)/python
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: test test-all test-packages fuzz features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lint format clean
+.PHONY: test test-all test-packages fuzz features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lock lint format clean
 
-.venv/.ready: pyproject.toml
+.venv/.ready: pyproject.toml locked/tools.txt
 	@echo "making .venv, of PyTorch and the tools: usually two minutes"
 	$(PYTHON) -m venv .venv
+ifeq ($(LOCKED),0)
 	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
 	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group dev
+else
+	$(RUN) -m pip install $(QUIET) --require-hashes -r locked/tools.txt
+	$(RUN) -m pip install $(QUIET) "$(TORCH)" --group with-torch
+endif
 	@$(TOOLS) $(RUN) tests/checkout/torchvision_for_cpu.py
 	touch $@
 
@@ -122,15 +129,19 @@ env: engine
 	@PATH="$(abspath $(CONDA)):$$PATH" $(CONDA)/python -m package.env
 
 # For PyPI: both libraries in one. The older the system that it is made on, the more systems can use it. Where there is no
-# nvcc, NVIDIA's wheels have one.
+# nvcc, NVIDIA's wheels have one. A commit gives the same bytes to everyone: its time stands for the clock, nothing is left of an
+# earlier build, and modes are not those of the builder's umask.
 NVCC := $(shell command -v nvcc)
-wheel: $(READY) $(if $(NVCC),,build/nvcc/.ready)
-	rm -rf dist/wheel
-	USE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
+wheel: export USE_CUDA ?= 1
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+wheel: $(READY) $(if $(NVCC)$(filter 0,$(USE_CUDA)),,build/nvcc/.ready)
+	rm -rf dist/wheel build/lib* build/bdist*
+	TORCH_CUDA_ARCH_LIST="$(or $(TORCH_CUDA_ARCH_LIST),all)" \
 	    $(if $(NVCC),,CUDA_HOME="$$(echo "$(CURDIR)"/build/nvcc/nvidia/cu*)") \
 	    $(RUN) -m build --wheel --no-isolation --outdir dist/wheel/made
 	$(TOOLS) $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist/wheel dist/wheel/made/*.whl
+	$(RUN) -m package.reproducible dist/wheel/*.whl
 
 build/nvcc/.ready: channel/pins.yaml | $(READY)
 	rm -rf build/nvcc && mkdir -p build/nvcc
@@ -161,6 +172,15 @@ report: build
 matrix: build
 	$(MAKE) package VARIANT=all
 	$(RUN) tests/checkout/matrix.py $(MATRIX)
+
+# Writes locked/, after a change of pyproject.toml: one file for every system and every Python from 3.10. Versions that are there
+# stay where they can; with UPGRADE=1 all become the newest. Which index they came from is not written down.
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --no-header \
+    --no-emit-index-url $(if $(UPGRADE),--upgrade)
+lock: $(READY)
+	$(RUN) -m pip install $(QUIET) uv
+	$(LOCK) --group tools --output-file locked/tools.txt
+	$(LOCK) --group conda --constraints locked/tools.txt --output-file locked/conda.txt
 
 CSRC = $(shell find csrc -type f)
 lint: $(READY)

@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -47,6 +48,11 @@ def check_machine(python: str) -> None:
         version = platform.python_version()
         raise ChannelError(
             f"the local channel's wheels are for Python {python}, and this is {version}: PYTHON=python{python}"
+        )
+    if "deb_system" in sysconfig.get_scheme_names():  # It looks for packages in dist-packages, where conda has none.
+        raise ChannelError(
+            "the local channel has this machine's Python in it, which can't be Debian's own: PYTHON=<one that apt did not "
+            "install>, as pyenv's, or CHANNEL=conda-forge"
         )
     for tool in (os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")):
         if shutil.which(tool) is None:

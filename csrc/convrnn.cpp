@@ -90,7 +90,8 @@ template <class Body>
 void for_rows(const Sizes& sizes, const Body& body) {
   constexpr int64_t kGrain = 16'384;  // elements worth a thread
   if (sizes.batch == 0) return;
-  const double work = static_cast<double>(sizes.steps + 1) * sizes.width * (1 + sizes.taps / kLanes);
+  const auto groups = static_cast<double>(1 + sizes.taps / kLanes);
+  const double work = static_cast<double>(sizes.steps + 1) * static_cast<double>(sizes.width) * groups;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   if (sizes.batch <= grain) return body(0, sizes.batch);
   parallel_for(0, sizes.batch, grain, body);

@@ -264,8 +264,9 @@ template <class T>
 void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
   constexpr double kWorthAThread = 64 * 64 * 64;
   constexpr int64_t kPart = 16;  // Parts end between vectors.
-  const double work = static_cast<double>(m) * n * k;
-  const int64_t threads = std::clamp<int64_t>(work / kWorthAThread, 1, torch::stable::get_num_threads());
+  const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+  const auto threads =
+      static_cast<int64_t>(std::clamp<double>(work / kWorthAThread, 1, torch::stable::get_num_threads()));
   const auto [parts_m, parts_n] = cut(m, n, threads);
   const int64_t rows = round_up((m + parts_m - 1) / parts_m, kPart);
   const int64_t columns = round_up((n + parts_n - 1) / parts_n, 4 * kPart);
@@ -284,7 +285,7 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
 
 Tensor matmul(const Tensor& a, const Tensor& b, bool) {
   const Call<2> call(kMatmul, {&a, &b});
-  const auto& [view_a, view_b] = call.views;
+  const View &view_a = call.views[0], &view_b = call.views[1];
   const int64_t m = call["M"], k = call["K"], n = call["N"];
   const Tensor c = call.empty();
   if (m == 0 || n == 0) return c;

@@ -7,7 +7,11 @@
 // slots. Going down the scores, a box that nothing has marked is kept and marks what it suppresses, whole vectors at a
 // time. Marking more than the near ones changes nothing: each mark is the exact test, and a box of a higher score is
 // decided.
-#pragma GCC optimize("fp-contract=off")  // A fused multiply-add rounds the union differently.
+#ifdef __clang__  // A fused multiply-add rounds the union differently.
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
 
 #include "nms.h"
 
@@ -59,7 +63,8 @@ struct Grid {
   Grid(const std::vector<Box<V>>& boxes, const Ranks& members) {
     constexpr int64_t kBoxesInCell = 2, kColumnsPerRow = 4, kSample = 1024, kMostCells = 1 << 22;
     const int64_t n = members.size(), cells = std::min(n / kBoxesInCell, kMostCells);
-    const int64_t rows = std::max<int64_t>(1, std::sqrt(cells / kColumnsPerRow));
+    const int64_t rows =
+        std::max<int64_t>(1, static_cast<int64_t>(std::sqrt(static_cast<double>(cells / kColumnsPerRow))));
     V least[2] = {}, greatest[2] = {};
     for (int64_t i = 0; i < n; ++i) {
       const Box<V>& box = boxes[members[i]];
@@ -146,7 +151,7 @@ Ranks visiting_order(const View& scores) {
     const uint32_t bits = std::bit_cast<uint32_t>(value + 0.0f);  // -0 and 0 are equal.
     // Of positive numbers a greater one has greater bits, of negative ones the other way round; NaN comes first.
     keys[i] = std::isnan(value) ? 0 : bits >> 31 ? bits : 0x7fffffff - bits;
-    order[i] = i;
+    order[i] = static_cast<uint32_t>(i);
     for (int pass = 0; pass < kPasses; ++pass) ++counts[pass * kBins + (keys[i] >> pass * kBits) % kBins];
   }
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -169,7 +174,7 @@ std::vector<Ranks> by_class(const std::vector<int64_t>& classes) {
   const auto [least, greatest] = std::minmax_element(classes.begin(), classes.end());
   if (static_cast<uint64_t>(*greatest) - static_cast<uint64_t>(*least) < static_cast<uint64_t>(4 * n)) {
     groups.resize(*greatest - *least + 1);
-    for (int64_t r = 0; r < n; ++r) groups[classes[r] - *least].push_back(r);
+    for (int64_t r = 0; r < n; ++r) groups[classes[r] - *least].push_back(static_cast<uint32_t>(r));
     return groups;
   }
   Ranks ranks(n);
@@ -184,7 +189,7 @@ std::vector<Ranks> by_class(const std::vector<int64_t>& classes) {
 
 // The indices of the kept boxes by descending score.
 Ranks kept(const Call<3>& call, double iou_threshold) {
-  const auto& [view, view_scores, view_idxs] = call.views;
+  const View &view = call.views[0], &view_scores = call.views[1], &view_idxs = call.views[2];
   const int64_t n = view.sizes[0];
   if (n == 0) return {};
   const Ranks order = visiting_order(view_scores);

@@ -110,7 +110,8 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
         raise BuildError("the build needs torch: pip install torch")
     include, library = (f"{torch.submodule_search_locations[0]}/{folder}" for folder in ("include", "lib"))
     # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
-    host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-g" if debug else "-g0", f"-ffile-prefix-map={include}=include"]
+    host = ["-fPIC", "-fvisibility=hidden", "-g" if debug else "-g0", f"-ffile-prefix-map={include}=include"]
+    host += ["-Wall", "-Wno-unknown-pragmas"]  # Clang knows none of GCC's pragmas, which only help it to vectorize.
     optimise = "-O0" if debug else "-O3"
     common = ["-std=c++20", "-isystem", include, *STABLE_ABI]
     headers = [flag for path in includes for flag in ("-isystem", path)]

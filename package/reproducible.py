@@ -1,10 +1,11 @@
-"""Writes a package anew without what differs between builds."""
+"""Writes a package, or the wheel that it is given, anew without what differs between builds."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import sys
 import tarfile
 import tempfile
 import time
@@ -55,3 +56,18 @@ def constant(name: str, content: bytes, epoch: int) -> bytes:
     if "channels" in fields:
         fields["channels"] = ["conda-forge" if url.startswith("file:") else url for url in fields["channels"]]
     return json.dumps(fields, indent=2, sort_keys=True).encode()
+
+
+def constant_modes(wheel: Path) -> None:
+    """Of a wheel's files, which have those of the checkout's, and so of its umask. SOURCE_DATE_EPOCH does all the rest."""
+    final = wheel.with_suffix(".new")
+    with zipfile.ZipFile(wheel) as written, zipfile.ZipFile(final, "w") as target:
+        for member in written.infolist():
+            mode = 0o755 if member.external_attr >> 16 & 0o100 else 0o644
+            member.external_attr = member.external_attr & ~(0o777 << 16) | mode << 16
+            target.writestr(member, written.read(member))
+    os.replace(final, wheel)
+
+
+if __name__ == "__main__":
+    constant_modes(Path(sys.argv[1]))

@@ -511,7 +511,8 @@ def must_be_refused(case: Case, args: list[Any], storages: list[Tensor | None]) 
         for i, arg in enumerate(args):
             if i == k or storages[i] is not storages[k] or not 0 < numel(arg) <= 2**20:
                 continue
-            same = arg.shape == out.shape and significant_strides(arg) == significant_strides(out)
+            same = significant_strides(arg) == significant_strides(out)
+            same = same and [n for n in arg.shape if n != 1] == [n for n in out.shape if n != 1]
             same = same and arg.storage_offset() == out.storage_offset()
             if not same and torch.isin(places(arg), elements).any():
                 return True
@@ -535,6 +536,14 @@ def check_error(
     said, operator, way = str(error), case.operator, call["way"]
     if way in DERIVATIVES and is_too_large(error) and max(map(numel, args), default=0) >= BEYOND // 8:
         return  # PyTorch's of a gradient of that size.
+    if isinstance(error, torch.OutOfMemoryError) and way in DERIVATIVES and max(map(numel, args), default=0) >= 2**30:
+        return  # The same, of a GPU.
+    if "invalid storage offset" in said:
+        return  # PyTorch's of a part of a tensor, where an index times a stride is more than 2^63.
+    if case.writes and way != "function" and "ZeroTensors are immutable" in said:
+        return  # The dispatcher's, before any code of ours.
+    if "NYI: broadcasting NT" in said:
+        return  # Nested tensors', likewise.
     if not re.search(rf"\b{operator.name}\b", said):
         raise Found(f"an error that doesn't name the operator: {type(error).__name__}: {said}") from error
     if case.dynamic_size and ((way == "meta" and "data-dependent" in said) or (way == "vmap" and "vmap" in said)):
@@ -543,6 +552,8 @@ def check_error(
         if "overlap" in said and must_be_refused(case, args, storages):
             return
         if is_too_large(error) and (bytes_of_results(case, args) >= BEYOND or way in DERIVATIVES):
+            return
+        if case.writes and ("ZeroTensors are immutable" in said or "We only support functionalizing" in said):
             return
         if case.writes and ((way == "vmap" and "vmap" in said) or way in DERIVATIVES):
             return
@@ -586,7 +597,8 @@ def plain(contract: Contract, call: Call, args: list[Any], device: str, refusal:
         else:
             case.function(*public(case, args))
         return
-    copies = testing.map_tensors(testing.clone, args) if refusal is None and not case.writes else None
+    plainly = refusal is None and not case.writes and not any("kind" in t for t in call["args"] if isinstance(t, dict))
+    copies = testing.map_tensors(testing.clone, args) if plainly else None
     entry = operator.packet.default
     by_name = call["way"] == "keywords" and len(args) <= len(operator.names)
     got = entry(**dict(zip(operator.names, args))) if by_name else entry(*args)
@@ -602,6 +614,8 @@ def is_compared(case: Case, call: Call, args: list[Any], device: str) -> bool:
     operator = case.operator
     if max([largest(args), *map(numel, args)]) > 2**20 or any("kind" in t for t in call["args"] if isinstance(t, dict)):
         return False
+    if any(t.dtype == torch.float64 and bool((t.isfinite() & (t.abs() > 1e150)).any()) for t in testing.tensors(args)):
+        return False  # What the reference computes in between can be infinite.
     if not operator.public and any(t["values"] != "unit" for t in call["args"] if isinstance(t, dict)):
         return False
     chosen = [(a, d) for a, d in zip(args, operator.defaults) if isinstance(d, bool)]
@@ -636,7 +650,12 @@ def derivatives(contract: Contract, call: Call, args: list[Any], device: str, re
         if i < len(wide) and isinstance(wide[i], Tensor):
             wide[i] = wide[i].requires_grad_()
     for g, w in zip(got, way(case.reference, wide[: len(operator.names)]) or ()):
-        close(g, w, f"{call['way']} of {operator.name}")
+        # A forward derivative of float32 without dimensions is of float64, as PyTorch's.
+        close(
+            g.float() if any(t.dtype == torch.float32 for t in testing.tensors(args)) else g,
+            w,
+            f"{call['way']} of {operator.name}",
+        )
 
 
 def is_smooth(args: Sequence[Any]) -> bool:

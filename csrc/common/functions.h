@@ -48,7 +48,7 @@ struct Reduced {
 template <int kFirst, int kTerms, class V>
 EXTENSION_CPP_INLINE V exponential_series(V r) {
   V inverse_factorials[kTerms + 1] = {1};
-  for (int i = 1; i <= kTerms; ++i) inverse_factorials[i] = inverse_factorials[i - 1] / i;
+  for (int i = 1; i <= kTerms; ++i) inverse_factorials[i] = inverse_factorials[i - 1] / V(i);
   V sum = inverse_factorials[kTerms];
   for (int i = kTerms - 1; i >= kFirst; --i) sum = sum * r + inverse_factorials[i];
   return sum;

@@ -47,7 +47,7 @@ struct Shape {
 // Of tensors with at most kMaxDims dimensions.
 inline Shape broadcast_shapes(const char* op, std::span<const View> tensors) {
   Shape shape;
-  for (const View& t : tensors) shape.ndim = std::max<int>(shape.ndim, t.ndim);
+  for (const View& t : tensors) shape.ndim = std::max(shape.ndim, static_cast<int>(t.ndim));
   std::fill_n(shape.dims, shape.ndim, 1);
   for (const View& t : tensors) {
     for (int64_t i = 0; i < t.ndim; ++i) {

@@ -33,11 +33,16 @@ template <class Body>
 __attribute__((target("avx2,fma"), flatten)) void run_avx2(const Body& body) {
   body();
 }
+#ifdef __clang__  // It ignores a target with a part that it doesn't know.
+#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
+#else
+#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"
+#endif
 template <class Body>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"), flatten)) void run_avx512(
-    const Body& body) {
+__attribute__((target(EXTENSION_CPP_AVX512), flatten)) void run_avx512(const Body& body) {
   body();
 }
+#undef EXTENSION_CPP_AVX512
 
 }  // namespace detail
 

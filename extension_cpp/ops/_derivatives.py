@@ -348,6 +348,8 @@ def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args:
     if operator.signature.elementwise:
         moved = batch_first([in_dims[i] for i in batched], *batched.values())
         if not operator.signature.broadcasts:
+            if len({shape_of_one(t, in_dims[i]) for i, t in batched.items()}) > 1:
+                check_one(operator, in_dims, args)
             moved = list(torch.broadcast_tensors(*moved))
         return _call_with(operator, args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)
     patterns = {}
@@ -356,6 +358,8 @@ def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args:
         if i in batched:
             dims = batched[i].dim() - (in_dims[i] is not None)
             patterns[i] = operator.signature.pattern_of(argument, dims)
+            if dims < len(patterns[i].sizes):  # Then it has not the dimensions to merge.
+                check_one(operator, in_dims, args)
     for name in operator.declared.independent.split():
         if not all(name in result.pattern.sizes for result in operator.signature.results):
             continue  # A sum over it would be one of the whole batch, not of its parts.
@@ -386,6 +390,17 @@ def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args:
         for n in range(info.batch_size)
     ]
     return (torch.stack(calls), 0) if len(outs) == 1 else (tuple(map(torch.stack, zip(*calls))), tuple(outs))
+
+
+def shape_of_one(t: Tensor, dim: int | None) -> tuple[int, ...]:
+    """The shape of a sample."""
+    return tuple(t.shape if dim is None else t.shape[:dim] + t.shape[dim + 1 :])
+
+
+def check_one(operator: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> None:
+    """Raise for shapes of the samples that the signature refuses, of a batch of any size."""
+    given = [t.new_empty(shape_of_one(t, dim)) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims)]
+    operator.signature.check(given)
 
 
 def _call_with(operator: Any, args: Sequence[Any], changed: dict[int, Tensor]) -> Any:

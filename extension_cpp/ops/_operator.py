@@ -296,6 +296,8 @@ class Operator:
             return error
         if "API call failed at " in said and not said.startswith(f"{self.name}: "):
             said = f"{self.name}: {_last_error() or said}"
+        if said.startswith("ZeroTensors are immutable"):  # PyTorch's of one that is to be written, before any kernel.
+            said = f"{self.name}: {said}"
         if "out of memory. Tried to allocate" in said:
             return torch.OutOfMemoryError(said)
         return error if said == str(error) else RuntimeError(said)
@@ -515,6 +517,8 @@ class Operator:
                     "Storage size calculation overflowed"
                 ):  # PyTorch's, of more than 2^63 bytes.
                     error.args = (f"{self.name}: can't allocate memory: {error}",)
+                elif str(error) == "Stride calculation overflowed":
+                    error.args = (f"{self.name}: {error}",)
                 raise
             if backend is not None:
                 _backends.require(self, backend, args)

@@ -399,6 +399,8 @@ def empty_elementwise(*tensors: Tensor, dtype: torch.dtype) -> Tensor:
         strides = compute_elementwise_output_strides(*expanded)
     else:
         strides = elementwise_strides(shape, tensors)
+        if max(strides, default=0) >= 2**63:  # Of an empty tensor; its kernel says the same.
+            raise RuntimeError("Stride calculation overflowed")
     return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
 
 

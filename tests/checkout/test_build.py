@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from clones import clone, lean
+from clones import clone, environment, lean
 
 import extension_cpp
 from extension_cpp import _build
@@ -254,6 +255,52 @@ if {lacks_kernel}:
         assert called[0].startswith(f"my_op: {lacking.format(found)}"), called
 
 
+SOURCES = [str(path.relative_to(ROOT)) for folder in ("csrc", "csrc/common") for path in (ROOT / folder).glob("*.cpp")]
+WARNINGS = {
+    "g++": "-Wextra -Wconversion -Werror",
+    # The sizes of the standard library have no sign, those of PyTorch have: GCC's -Wconversion leaves that out by itself.
+    "clang++": "-Wextra -Wconversion -Wno-sign-conversion -Werror",
+}
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize("compiler", WARNINGS)
+def test_no_warnings(compiler, source, tmp_path, monkeypatch):
+    """Not of more either than a build asks for, as of a conversion that loses a part of the value."""
+    if not shutil.which(compiler):
+        pytest.skip(f"no {compiler}")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("CXXFLAGS", f"{WARNINGS[compiler]} -fsyntax-only")
+    command = _build.rules(None, [sysconfig.get_path("include")])["cxx"].replace("$in", source)
+    command = command.replace("$out", shlex.quote(str(tmp_path / "out")))
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++")
+def test_clang(tmp_path):
+    """Its library computes the same: nms, where a fused multiply-add would change what is kept, by each kind of vectors."""
+    checkout = lean(tmp_path / "checkout", "nms")
+    done = build(checkout, USE_CUDA="0", CXX="clang++")
+    assert done.returncode == 0 and "warning" not in done.stdout, done.stdout + done.stderr
+    for level in ("baseline", "avx2", ""):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/test_nms.py",
+            "-k",
+            "cpu and parity",
+        ]
+        variables = environment(checkout, EXTENSION_CPP_SIMD=level)
+        done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
 @pytest.mark.long
 def test_address_sanitizer(tmp_path):
     """No kernel reads or writes outside of what was allocated, its own outputs included, which no test can guard."""
@@ -434,10 +481,32 @@ def test_same_bytes_in_another_folder(checkout, tmp_path):
         assert first.read_bytes() == second.read_bytes(), f"{first.name} has other bytes"
 
 
+@pytest.mark.long
+def test_wheel_of_anyone(tmp_path):
+    """In any folder, under any umask and in any time zone `make wheel` makes the same bytes."""
+    first = lean(tmp_path / "first", min(ROOT.glob("extension_cpp/ops/[!_]*.py")).stem)
+    second = tmp_path / "a second folder"
+    shutil.copytree(first, second, ignore=shutil.ignore_patterns("build", "*.so"), copy_function=shutil.copyfile)
+    (second / "build" / "lib" / "extension_cpp").mkdir(parents=True)
+    (second / "build" / "lib" / "extension_cpp" / "of_an_earlier_build.py").write_text("")
+    for path in filter(Path.is_file, first.rglob("*")):
+        path.chmod(0o600)
+    wheels = []
+    for folder, umask, zone in ((first, 0o077, "Asia/Kolkata"), (second, 0o002, "America/Lima")):
+        command = ["make", "wheel", "READY=", f"BIN={Path(sys.executable).parent}", "USE_CUDA=0"]
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, "TZ": zone}, umask=umask, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        wheels += (folder / "dist" / "wheel").glob("*.whl")
+    assert wheels[0].name == wheels[1].name and wheels[0].read_bytes() == wheels[1].read_bytes()
+
+
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 class TestLibraries:
     def test_torch_abi(self, library):
         """Every torch symbol is of the stable ABI, and torch 2.10 has them all."""
+        pytest.importorskip("torch_abi_audit", reason="it needs Python 3.11")
         done = subprocess.run(["torch-abi-audit", "--json", library], capture_output=True, text=True, env=scripts())
         package = json.loads(done.stdout)
         (audited,) = package["extensions"] or package["bundled_libs"]

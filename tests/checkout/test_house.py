@@ -16,7 +16,7 @@ import extension_cpp
 
 PACKAGE = Path(__file__).parents[2] / "extension_cpp"
 FLOORS = [
-    ["_C", "_elf", "_machine", "_build", "_version"],
+    ["_C", "_elf", "_machine", "_build", "_version", "_pyinstaller", "_pyinstaller.*"],
     ["_loader"],
     ["jit", "ops", "ops.*", "triton", "triton.*"],
     ["nn", "nn.*", "doctor", "doctor.*", "compat", "compat.*", "_features"],

@@ -436,6 +436,9 @@ class TestLocalChannel:
         monkeypatch.undo()
         with pytest.raises(local.ChannelError, match=r"wheels are for Python 3.9, and this is .*: PYTHON=python3.9"):
             local.check_machine("3.9")
+        monkeypatch.setattr(local.sysconfig, "get_scheme_names", lambda: ("deb_system", "venv"))
+        with pytest.raises(local.ChannelError, match=r"can't be Debian's own: PYTHON="):
+            local.check_machine(Pins.load().python)
 
 
 def a_wheel(folder: Path, name: str, version: str, requires: tuple = (), files: tuple = (), tag="py3-none-any") -> str:
@@ -646,6 +649,13 @@ class TestEngineEnvironment:
         monkeypatch.setattr(prepare.sys, "version", "3.12.1 of another kind")
         assert prepare.main() == 0 and len(makes) == 2
 
+    def test_no_ensurepip(self, makes, monkeypatch, capsys):
+        """As Debian's Python without python3-venv."""
+        monkeypatch.setattr(prepare, "find_spec", lambda name: None)
+        assert prepare.main() == 1 and not makes
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and "has no ensurepip: apt-get install python3-venv" in line
+
     def test_nowhere_to_write(self, makes, monkeypatch, capsys):
         def full(*_, **__):
             raise OSError(errno.EROFS, "Read-only file system")
@@ -767,5 +777,5 @@ class TestEnvironment:
             for line in (line for line in listed if isinstance(line, str)):
                 name = re.split("[ =<>;]", line)[0]
                 assert names.get(name, name) in there, f"environment.yml has no {name}"
-        dev = " ".join(groups["dev"][2:])
+        dev = " ".join(str(line) for name in ("tools", "with-torch") for line in groups[name])
         assert all(re.split("[ =<>]", spec)[0] in dev for spec in by_pip)
