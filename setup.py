@@ -78,6 +78,10 @@ class NinjaBuild(build_ext):
     def compile(self, architectures):
         build = ROOT / self.build_temp
         build.mkdir(parents=True, exist_ok=True)
+        with _build.alone(build):
+            self.run_ninja(build, architectures)
+
+    def run_ninja(self, build, architectures):
         commands = _build.rules(self.nvcc, self.include_dirs, architectures)
         libraries = {Path(self.get_ext_fullpath(ext.name)).name: ext.sources for ext in self.extensions}
         needed = find("extension_cpp/triton/*.*") + find("extension_cpp/ops/*.py")

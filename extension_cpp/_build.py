@@ -3,7 +3,7 @@
 Imports only the standard library: setup.py loads this file before the package can be imported.
 Environment variables:
 
-USE_CUDA               1: compile for CUDA, 0: don't; unset: do if nvcc is found
+USE_CUDA               1: compile for CUDA, 0: don't; unset: do if nvcc is found and torch is built with CUDA
 CUDA_HOME              where to look for bin/nvcc before PATH
 TORCH_CUDA_ARCH_LIST   "8.0;9.0+PTX"; "all": Turing to Blackwell, as packages have; by default the GPUs of this machine
 DEBUG                  1: no optimisation, with debug information
@@ -11,6 +11,7 @@ MAX_JOBS               how many files to compile at a time; as many as there are
 CXX CXXFLAGS LDFLAGS   the compiler and flags to add
 """
 
+import fcntl
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +53,21 @@ def find_nvcc() -> tuple[str | None, str]:
         )
     if wanted == "0":
         return None, "USE_CUDA=0"
+    if nvcc and not wanted and not torch_has_cuda():
+        return None, "this torch is built without CUDA; USE_CUDA=1 compiles for it all the same"
     return nvcc, f"nvcc is {nvcc}" if nvcc else "no nvcc on PATH; USE_CUDA=1 makes that an error"
+
+
+def torch_folder() -> Path:
+    """Where torch is installed. It is not imported, which takes longer than to find that nothing has changed."""
+    torch = find_spec("torch")
+    if torch is None or not torch.submodule_search_locations:
+        raise BuildError("the build needs torch: pip install torch")
+    return Path(torch.submodule_search_locations[0])
+
+
+def torch_has_cuda() -> bool:
+    return bool(re.search(r"^cuda\b.*= *['\"]", (torch_folder() / "version.py").read_text(), re.MULTILINE))
 
 
 def architecture_for(gpu: str) -> str:
@@ -105,10 +121,7 @@ def architecture_flags(architectures: Iterable[str]) -> list[str]:
 def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str] = ()) -> dict[str, str]:
     """The commands of ninja's file, by name: cxx and nvcc compile a file, link_cxx and link_nvcc make a library."""
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
-    torch = find_spec("torch")  # Not imported, which takes longer than to find that nothing has changed.
-    if torch is None or not torch.submodule_search_locations:
-        raise BuildError("the build needs torch: pip install torch")
-    include, library = (f"{torch.submodule_search_locations[0]}/{folder}" for folder in ("include", "lib"))
+    include, library = (f"{torch_folder()}/{folder}" for folder in ("include", "lib"))
     # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
     host = ["-fPIC", "-fvisibility=hidden", "-g" if debug else "-g0", f"-ffile-prefix-map={include}=include"]
     host += ["-Wall", "-Wno-unknown-pragmas"]  # Clang knows none of GCC's pragmas, which only help it to vectorize.
@@ -248,12 +261,25 @@ def compile_commands(file: Path, folder: Path) -> str:
     return start_ninja(file, folder, "-t", "compdb", "cxx", "nvcc").communicate()[0]
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time: when two write ninja's logs, it can't read them again."""
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # Until the file is closed.
+        yield
+
+
 def run_ninja(file: Path, folder: Path) -> Generator[str]:
     """Compile what has changed; yield what :func:`readable` leaves of ninja's lines. Raises BuildError if a step fails."""
     # Ninja's default is two more than there are cores, and nvcc uses two threads.
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     with start_ninja(file, folder, "-j", jobs) as ninja:
         assert ninja.stdout
-        yield from readable(ninja.stdout)
+        damaged = False
+        for line in readable(ninja.stdout):
+            damaged |= "premature end of file" in line
+            yield line
+    if damaged:  # Ninja 1.13 leaves the damaged entry in, and would compile everything every time.
+        (file.parent / ".ninja_deps").unlink(missing_ok=True)
     if ninja.returncode:
         raise BuildError("the compilation failed; the compiler's own message is above")

@@ -154,7 +154,6 @@ def unresolved(library: Path, error: str) -> str:
 
 def compile_libraries(sources: list[Path], name: str) -> list[Path]:
     """The libraries of `sources`, of .cpp files and, with CUDA, of .cu files; only what the cache lacks is compiled."""
-    import filelock  # A dependency of torch.
     import torch
 
     try:
@@ -179,7 +178,7 @@ def compile_libraries(sources: list[Path], name: str) -> list[Path]:
         cache = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         cache.mkdir(parents=True, exist_ok=True)
         refuse_writable_by_others(cache)
-        with filelock.FileLock(cache / "lock"):
+        with _build.alone(cache):
             _build.write_ninja(cache / "build.ninja", commands, libraries)
             show(name, _build.run_ninja(cache / "build.ninja", cache))
         return [cache / library for library in libraries]

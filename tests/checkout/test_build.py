@@ -1,10 +1,12 @@
 """The build: its switches, what it leaves out, and what the libraries may depend on."""
 
+import fcntl
 import json
 import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -78,6 +80,43 @@ def test_incremental(checkout):
     (checkout / "csrc" / "common" / "loop.h").touch()
     third = build(checkout, **QUICK)
     assert "add_one.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
+
+
+def test_damaged_log(tmp_path):
+    """One that ninja can't read costs one compilation of everything, not one at every build."""
+    (tmp_path / "one.c").write_text("int one;\n")
+    rule = "rule cc\n  command = cc -MD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc\n"
+    (tmp_path / "build.ninja").write_text(f"builddir = .\n{rule}build one.o: cc one.c\n")
+
+    def compiles() -> bool:
+        return any("cc -MD" in line for line in _build.run_ninja(tmp_path / "build.ninja", tmp_path))
+
+    assert [compiles(), compiles()] == [True, False]
+    with (tmp_path / ".ninja_deps").open("ab") as log:  # As two ninjas at a time leave it: with a number twice.
+        log.write(struct.pack("<I8sI", 12, b"again.o", ~1 & 0xFFFFFFFF))
+    compiles()
+    assert not (tmp_path / ".ninja_deps").exists()
+    assert [compiles(), compiles()] == [True, False]
+
+
+def test_one_at_a_time(tmp_path):
+    with _build.alone(tmp_path), open(tmp_path / "lock") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_torch_without_cuda(tmp_path, monkeypatch):
+    """CUDA code is not compiled for it unless that is asked for."""
+    (tmp_path / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for torch_cuda, wanted, found in ((False, "", False), (False, "1", True), (True, "", True), (True, "0", False)):
+        monkeypatch.setenv("USE_CUDA", wanted)
+        monkeypatch.setattr(_build, "torch_has_cuda", lambda has=torch_cuda: has)
+        assert bool(_build.find_nvcc()[0]) == found
+    monkeypatch.undo()
+    assert _build.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_a_new_source_with_a_wrong_schema(checkout):
