@@ -101,7 +101,7 @@ def autocast(op: Any) -> str:
 
 def sharding(op: Any) -> str:
     if op.signature.elementwise:
-        return "any dimension"
+        return "any dimension, torch ≥ 2.11" if op.written else "any dimension"  # 2.10 takes none without results.
     summed = [f"sums over {names(op.declared.summed)}"] if op.declared.summed else []
     return ", ".join([names(op.declared.independent), *summed] if op.declared.independent else summed) or "replicated"
 
