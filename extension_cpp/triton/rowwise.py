@@ -39,6 +39,13 @@ class Rows:
         return of_program, self.data.new_empty((triton.cdiv(self.count, of_program), self.size), dtype=dtype)
 
 
+def aligned(t: Tensor) -> Tensor:
+    """An argument that all rows read, as a weight: dense and aligned, as how it is read decides too in which order rows are
+    added up."""
+    ready = t.is_contiguous() and t.storage_offset() * t.element_size() % 16 == 0
+    return t if ready else t.clone(memory_format=torch.contiguous_format)
+
+
 def launch(kernel: Any, programs: int, size: int, *arguments: Any) -> None:
     """Start so many programs of a kernel that has whole rows of `size` elements in its block."""
     block = triton.next_power_of_2(max(size, 1))
