@@ -172,7 +172,7 @@ def test_no_nvcc(checkout):
 def test_wrong_switches(checkout, variable, value, message):
     if variable == "TORCH_CUDA_ARCH_LIST" and not NVCC:
         pytest.skip("read only where nvcc is found")
-    done = build(checkout, **{variable: value})
+    done = build(checkout, **{"USE_CUDA": "1", variable: value})
     assert done.returncode == 1 and message in done.stderr, done.stderr
 
 
@@ -441,7 +441,7 @@ def test_what_is_distributed_is_for_all_architectures():
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
 def test_the_first_line_says_what_is_built(checkout):
     """And how to change it. Nothing is compiled, as there is no compiler."""
-    kept = {"PATH": os.environ["PATH"], "CXX": "no-such-compiler"}
+    kept = {"PATH": os.environ["PATH"], "CXX": "no-such-compiler", "USE_CUDA": "1"}
     there = "" if torch.cuda.is_available() else f"{_build.WITHOUT_GPU} (no GPU of 7.5 or newer is here; "
     for variables, listed in (({"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, "8.0 9.0 (as the environment says; "), ({}, there)):
         done = build(checkout, "--quiet", "build_ext", "--inplace", **variables, **kept)
@@ -455,8 +455,8 @@ def test_the_first_line_says_what_is_built(checkout):
 def makes(folder: Path, environment: Path, fails: str, *targets: str, **variables: str) -> subprocess.CompletedProcess:
     """What make runs where `environment` has programs that only say their names, and fail if their arguments have `fails`."""
     shutil.copy(ROOT / "Makefile", folder)
-    (folder / "extension_cpp").mkdir(exist_ok=True)
-    for name in ("pyproject.toml", "extension_cpp/_version.py"):
+    for name in ("pyproject.toml", "extension_cpp/_version.py", "locked/tools.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).open("a").close()  # Its time stays that of the first call.
     (environment / "bin").mkdir(parents=True, exist_ok=True)
     for name in ("python", "clang-format"):
