@@ -27,9 +27,9 @@ from pathlib import Path
 # A GPU runs the code of its architecture and of the lower ones with the same first number: 8.0 is for 8.6 and 8.9 too.
 # Every GPU of 9.0 runs 9.0a, which has Hopper's own instructions.
 ARCHITECTURES = "7.5;8.0+PTX;9.0a;10.0;12.0"
-# Machine code that is made of another architecture's PTX, where the list has that one: no source has code of their own for
-# these, and nvcc would compile it again, for a fifth of the build's time. A source that asks whether __CUDA_ARCH__ is 1000
-# or more needs them out of here.
+# Machine code that is made of another architecture's PTX, where the list has that one too: no source has code for these
+# alone, and nvcc would compile the same again, in a fifth of the build's time. If a source asks whether __CUDA_ARCH__ is 1000
+# or more, take them out.
 MADE_FROM = {"10.0": "8.0", "12.0": "8.0"}
 WITHOUT_GPU = "8.0+PTX"  # of a checkout: it runs on nearly all GPUs, and compiles in half the time of 9.0a
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
