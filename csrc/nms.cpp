@@ -61,28 +61,38 @@ template <class V>
 struct Grid {
   // Few long rows: a row near a box is one run of slots, whatever its cells.
   Grid(const std::vector<Box<V>>& boxes, const Ranks& members) {
-    constexpr int64_t kBoxesInCell = 2, kColumnsPerRow = 4, kSample = 1024, kMostCells = 1 << 22;
+    constexpr int64_t kBoxesInCell = 2, kColumnsPerRow = 4, kMostCells = 1 << 22;
+    constexpr int64_t kBoxesOfSample = 16;  // A sample of so many would take longer to sort than it saves.
     const int64_t n = members.size(), cells = std::min(n / kBoxesInCell, kMostCells);
-    const int64_t rows =
-        std::max<int64_t>(1, static_cast<int64_t>(std::sqrt(static_cast<double>(cells / kColumnsPerRow))));
-    V least[2] = {}, greatest[2] = {};
-    for (int64_t i = 0; i < n; ++i) {
+    y.cells = std::max(1, static_cast<int>(std::sqrt(static_cast<double>(cells / kColumnsPerRow))));
+    x.cells = std::max(1, static_cast<int>(cells / y.cells));
+    const int64_t sampled = std::min<int64_t>(Axis<V>::kSample, n / kBoxesOfSample + 1);
+    std::vector<V> sums[2];
+    for (int64_t i = 0, next = 0; i < n; ++i) {
       const Box<V>& box = boxes[members[i]];
       greatest_side[0] = std::max(greatest_side[0], box.x2 - box.x1);
       greatest_side[1] = std::max(greatest_side[1], box.y2 - box.y1);
-      if (i % (1 + n / kSample) != 0) continue;  // A box far off all others is rarely in a sample.
-      const V sums[2] = {box.x1 + box.x2, box.y1 + box.y2};
-      for (int d = 0; d < 2; ++d) {
-        least[d] = i == 0 ? sums[d] : std::min(least[d], sums[d]);
-        greatest[d] = i == 0 ? sums[d] : std::max(greatest[d], sums[d]);
-      }
+      if (i < next) continue;
+      sums[0].push_back(box.x1 + box.x2), sums[1].push_back(box.y1 + box.y2);
+      next = static_cast<int64_t>(sums[0].size()) * n / sampled;
     }
-    x = Axis<V>::fit(least[0], greatest[0], static_cast<int>(std::max<int64_t>(1, cells / rows)));
-    y = Axis<V>::fit(least[1], greatest[1], static_cast<int>(rows));
+    fit(x, sums[0]);
+    fit(y, sums[1]);
+  }
+
+  // Where most of the sample is, so that a few boxes far off the others don't leave one cell with nearly all. Segments
+  // that follow the boxes, as on CUDA, take longer to look up than they save here.
+  static void fit(Axis<V>& axis, std::vector<V>& sample) {
+    constexpr V kOutside = V(0.1);
+    std::sort(sample.begin(), sample.end());
+    if (sample.empty()) return axis.set(0, 0, 0);
+    const size_t last = sample.size() - 1, twentieth = (last + 19) / 20;
+    const V low = sample[twentieth], high = sample[last - twentieth], beyond = kOutside * (high - low);
+    axis.set(0, std::max(sample[0], low - beyond), std::min(sample[last], high + beyond));
   }
 
   int64_t cell(const Box<V>& box) const {
-    return static_cast<int64_t>(y.cell(box.y1 + box.y2)) * x.cells + x.cell(box.x1 + box.x2);
+    return static_cast<int64_t>(y.cell(box.y1 + box.y2)) * x.count() + x.cell(box.x1 + box.x2);
   }
 
   Axis<V> x, y;
@@ -107,7 +117,7 @@ void select(const std::vector<Box<V>>& boxes, Ranks members, const Threshold<V>&
     return;
   }
   const Grid<V> grid(boxes, members);
-  std::vector<int32_t> slot_of(n), starts(static_cast<int64_t>(grid.x.cells) * grid.y.cells + 1);
+  std::vector<int32_t> slot_of(n), starts(static_cast<int64_t>(grid.x.count()) * grid.y.count() + 1);
   for (int64_t k = 0; k < n; ++k) ++starts[slot_of[k] = static_cast<int32_t>(grid.cell(boxes[members[k]]))];
   for (int32_t next = 0; int32_t& start : starts) next += std::exchange(start, next);
   for (int64_t k = 0; k < n; ++k) {
@@ -126,7 +136,7 @@ void select(const std::vector<Box<V>>& boxes, Ranks members, const Threshold<V>&
       const auto [top, bottom] = reach(threshold, box.y1, box.y2, area_of_box, grid.greatest_side[1]);
       const int first = grid.x.cell(left), last = grid.x.cell(right), end = grid.y.cell(bottom) + 1;
       for (int64_t row = grid.y.cell(top); row < end; ++row) {
-        slots.mark(box, threshold, begin_of(row * grid.x.cells + first), begin_of(row * grid.x.cells + last + 1));
+        slots.mark(box, threshold, begin_of(row * grid.x.count() + first), begin_of(row * grid.x.count() + last + 1));
       }
     }
   });

@@ -129,27 +129,37 @@ EXTENSION_CPP_INLINE Interval<V> reach(const Threshold<V>& threshold, V low, V h
   return {sum - distance, sum + distance};
 }
 
-// Cells along one axis, by the sum of low and high. Monotone in it, whatever `low` and `scale` are, so that the cells
-// from that of a range's low end to that of its high end have every box in the range; what lies outside is in the outer
-// cells.
+// Cells along one axis, by the sum of low and high: segments that are cut evenly into cells. Monotone in the sum, so that
+// the cells from that of a range's low end to that of its high end have every box in the range; what lies outside is in
+// the outer cells.
 template <class V>
 struct Axis {
-  V low, scale;
-  int cells;
+  static constexpr int kMostSegments = 32, kSample = 256;
 
-  EXTENSION_CPP_INLINE static Axis fit(V least, V greatest, int cells) {
-    Axis axis{least, static_cast<V>(cells) / (greatest - least), cells};
-    constexpr V kMost = Limits<V>::greatest;
-    if (!(axis.scale > 0 && axis.scale <= kMost)) axis.scale = 1;
-    if (!(least >= -kMost && least <= kMost)) axis.low = 0;
-    return axis;
+  // Segments begin where the one before ends.
+  EXTENSION_CPP_INLINE void set(int segment, V begin, V end) {
+    const V cells_per_unit = static_cast<V>(cells) / (end - begin);
+    low[segment] = begin;
+    scale[segment] = cells_per_unit > 0 && cells_per_unit <= Limits<V>::greatest ? cells_per_unit : V(1);
   }
 
   EXTENSION_CPP_INLINE int cell(V sum) const {
-    const V at = (sum - low) * scale;
+    int segment = 0;
+    for (int step = segments / 2; step > 0; step /= 2) segment += sum >= low[segment + step] ? step : 0;
+    return segment * cells + cell_of(sum, low[segment], scale[segment], cells);
+  }
+
+  EXTENSION_CPP_INLINE static int cell_of(V sum, V low, V scale, int cells) {
+    const V at = (sum - low) * scale;  // NaN where both are infinite.
     if (!(at > 0)) return 0;
     return at < static_cast<V>(cells - 1) ? static_cast<int>(at) : cells - 1;
   }
+
+  EXTENSION_CPP_INLINE int count() const { return segments * cells; }
+
+  int segments = 1;  // a power of two
+  int cells = 1;     // of a segment
+  V low[kMostSegments], scale[kMostSegments];
 };
 
 }  // namespace extension_cpp::nms

@@ -56,7 +56,8 @@ def python(
 ) -> subprocess.CompletedProcess:
     """Run code with the package in `path`; `fresh`, in a process that has imported nothing."""
     code = f"{START}\nsys.path.insert(0, {str(path)!r})\n{code}"
-    every = {**os.environ, **variables}
+    # Where the package is installed, `import torch` would look for it: not for the one in `path`.
+    every = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **variables}
     if fresh or "LD_LIBRARY_PATH" in variables:  # Which is read once, at the start.
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=every)
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -394,6 +395,18 @@ class TestEnvironment:
     @pytest.mark.parametrize("imports", ["torchvision, extension_cpp", "extension_cpp, torchvision"])
     def test_on(self, imports):
         done = python(f"import {imports}; {self.CHECK}", EXTENSION_CPP_COMPAT="torchvision")
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize("imports", ["torchvision", "torch, torchvision"])
+    def test_without_an_import(self, imports):
+        """A program that has never heard of this package."""
+        if not metadata.entry_points(group="torch.backends", name="extension_cpp"):
+            pytest.skip("the package is not installed: its entry points are unknown")
+        on = f"import {imports}, sys; extension_cpp = sys.modules['extension_cpp']; {self.CHECK}"
+        loaded = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+        done = python(on, fresh=True, EXTENSION_CPP_COMPAT="torchvision", **loaded)
+        assert (done.returncode, done.stderr) == (0, "")
+        done = python(f"import {imports}, sys; assert 'extension_cpp' not in sys.modules", fresh=True, **loaded)
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_off(self):

@@ -95,14 +95,14 @@ class Launch {
     check(cudaLaunchKernel(kernel, static_cast<unsigned>(blocks), threads, arguments, 0, stream_));
   }
 
-  void zero(void* memory, size_t bytes) { STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_)); }
+  void zero(void* memory, size_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
   // A value on the device, once all that was launched before is done.
   template <class T>
-  T read(const T* value) {
+  T read(const T* value) const {
     T result;
-    STD_CUDA_CHECK(cudaMemcpyAsync(&result, value, sizeof(T), cudaMemcpyDeviceToHost, stream_));
-    STD_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    check(cudaMemcpyAsync(&result, value, sizeof(T), cudaMemcpyDeviceToHost, stream_));
+    check(cudaStreamSynchronize(stream_));
     return result;
   }
 
@@ -114,7 +114,7 @@ class Launch {
 
   bool is_capturing() const {
     cudaStreamCaptureStatus status;
-    STD_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    check(cudaStreamIsCapturing(stream_, &status));
     return status != cudaStreamCaptureStatusNone;
   }
 

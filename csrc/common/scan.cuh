@@ -59,15 +59,17 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   if (end == n && threadIdx.x == 0) starts[n] = before;
 }
 
-// The values for which `keep` is 1 and not 0, in order, then -1, and how many they are. As scan_kernel; `keep` goes on
-// with zeros to a multiple of 16.
+// The values for which the lowest bit of `keep` is set, in order, then -1, and how many they are. As scan_kernel; `keep`
+// goes on with zeros to a multiple of 16.
 __global__ void __launch_bounds__(kScanThreads, 1)
     compact_kernel(const uint8_t* keep, const int64_t* values, int64_t n, int64_t part, int64_t* out, int64_t* count) {
   const int64_t begin = blockIdx.x * part, end = min(begin + part, n);
   uint32_t sum = 0, sum_before = 0, kept, before, total;
   for (int64_t i = threadIdx.x; i < (n + 15) / 16; i += kScanThreads) {
     const uint4 sixteen = reinterpret_cast<const uint4*>(keep)[i];
-    const uint32_t ones = __popc(sixteen.x) + __popc(sixteen.y) + __popc(sixteen.z) + __popc(sixteen.w);
+    constexpr uint32_t kLowest = 0x01010101;
+    const uint32_t ones = __popc(sixteen.x & kLowest) + __popc(sixteen.y & kLowest) + __popc(sixteen.z & kLowest) +
+                          __popc(sixteen.w & kLowest);
     sum += ones;
     if (i < begin / 16) sum_before += ones;
   }
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   block_scan(sum_before, before);
   if (blockIdx.x == 0 && threadIdx.x == 0) *count = kept;
   for (int64_t at = begin + threadIdx.x; at - threadIdx.x < end; at += kScanThreads) {
-    const bool is_kept = at < end && keep[at];
+    const bool is_kept = at < end && keep[at] & 1;
     const uint32_t exclusive = block_scan(is_kept, total);
     if (is_kept) out[before + exclusive] = values[at];
     if (at < end && at >= kept) out[at] = -1;

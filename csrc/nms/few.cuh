@@ -1,0 +1,165 @@
+// nms of few boxes on CUDA, without a grid: each pair is tested.
+//
+// rank_kernel counts for each box those that are visited before it: a comparison a pair takes less time than the passes
+// of a sort, up to some ten thousand boxes. mask_kernel tests each pair, and decide_kernel goes through the ranks.
+#pragma once
+
+#include "../common/elementwise.cuh"
+#include "../common/launch.cuh"
+#include "../common/scan.cuh"
+#include "source.cuh"
+
+namespace extension_cpp::nms {
+namespace {
+
+constexpr int64_t kFewBoxes = 4096, kMostToRank = 16384;
+constexpr int kRankThreads = 1024, kMaskThreads = 128, kDecideThreads = 1024;
+
+// A number that is less the earlier a box is visited, and no two are equal.
+__device__ __forceinline__ uint64_t visit_key(float score, uint32_t index) {
+  const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 and 0 are equal.
+  // Of positive numbers a greater one has greater bits, of negative ones the other way round; NaN comes first.
+  const uint32_t key = score != score ? 0 : bits >> 31 ? bits : 0x7fffffff - bits;
+  return static_cast<uint64_t>(key) << 32 | index;
+}
+
+// order[r]: the index of the box of rank r. A block ranks kWarp * kEach boxes, and each of its warps compares them with
+// a part of all boxes.
+template <int kEach>
+__global__ void __launch_bounds__(kRankThreads)
+    rank_kernel(const float* scores, int64_t stride, uint32_t n, int64_t* order) {
+  constexpr uint32_t kNever = 0xffffffff, kPart = 2048;
+  __shared__ __align__(16) uint64_t keys[kPart];
+  __shared__ uint32_t ranks[kWarp * kEach];
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kWarp * kEach + lane;
+  uint64_t own[kEach];
+  uint32_t before[kEach] = {};
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const uint32_t i = first + e * kWarp;
+    own[e] = i < n ? visit_key(scores[i * stride], i) : 0;
+  }
+  if (threadIdx.x < kWarp * kEach) ranks[threadIdx.x] = 0;
+  for (uint32_t begin = 0; begin < n; begin += kPart) {
+    __syncthreads();
+    for (uint32_t k = threadIdx.x; k < kPart; k += kRankThreads) {
+      const uint32_t i = begin + k;
+      keys[k] = i < n ? visit_key(scores[i * stride], i) : static_cast<uint64_t>(kNever) << 32 | kNever;
+    }
+    __syncthreads();
+    const uint32_t end = min(kPart, n - begin);
+    for (uint32_t tile = warp * kWarp; tile < end; tile += kRankThreads) {
+#pragma unroll 8
+      for (int k = 0; k < kWarp; k += 2) {
+        const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(keys + tile + k);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) before[e] += (two.x < own[e]) + (two.y < own[e]);
+      }
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) atomicAdd(ranks + e * kWarp + lane, before[e]);
+  __syncthreads();
+  const uint32_t i = blockIdx.x * kWarp * kEach + threadIdx.x;
+  if (threadIdx.x < kWarp * kEach && i < n) order[ranks[threadIdx.x]] = i;
+}
+
+__host__ __device__ inline int64_t tiles_of(int64_t n) {
+  return ceil_div(n, kWarp);
+}
+
+// mask[w][j], for tiles of 32 ranks: which of the boxes of tile w suppress that of rank j, for those before j. A warp
+// takes a pair of tiles, a lane a rank j.
+template <bool kBatched, class T>
+__global__ void __launch_bounds__(kMaskThreads) mask_kernel(
+    Source<T> source, const int64_t* order, Classes classes, uint32_t n, Threshold<typename Source<T>::V> threshold,
+    uint32_t* mask) {
+  using V = typename Source<T>::V;
+  constexpr int kWarps = kMaskThreads / kWarp;
+  __shared__ Box<V> boxes[kWarps][kWarp];
+  __shared__ int64_t classes_of[kBatched ? kWarps : 1][kWarp];
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, pair = blockIdx.x * kWarps + warp;
+  // Pairs are numbered by rows of the triangle: those of tile t begin at t (t + 1) / 2.
+  uint32_t tile = (sqrtf(8.0f * pair + 1) - 1) / 2;
+  if ((tile + 1) * (tile + 2) / 2 <= pair) ++tile;
+  if (tile * (tile + 1) / 2 > pair) --tile;
+  const uint32_t other_tile = pair - tile * (tile + 1) / 2;
+  if (tile >= tiles_of(n)) return;
+  const uint32_t rank = tile * kWarp + lane, other = other_tile * kWarp + lane;
+  const int64_t index = rank < n ? order[rank] : order[0], other_index = other < n ? order[other] : index;
+  boxes[warp][lane] = source.box(other_index);
+  if constexpr (kBatched) classes_of[warp][lane] = classes[other_index];
+  const Test<V> suppresses(threshold, source.box(index));
+  const int64_t class_of_box = kBatched ? classes[index] : 0;
+  __syncwarp();
+  uint32_t bits = 0;
+#pragma unroll 4
+  for (int k = 0; k < kWarp; ++k) {
+    const bool same_class = !kBatched || classes_of[warp][k] == class_of_box;
+    bits |= static_cast<uint32_t>(suppresses(boxes[warp][k]) && same_class) << k;
+  }
+  if (tile == other_tile) bits &= (1u << lane) - 1;
+  mask[other_tile * tiles_of(n) * kWarp + rank] = bits;
+}
+
+// One block. A warp has every so many-th tile, takes out what the tiles before it suppress as soon as each is decided,
+// and decides its own. What one tile waits for is the tile before, which takes some hundred cycles and no barrier.
+__global__ void __launch_bounds__(kDecideThreads, 1)
+    decide_kernel(const uint32_t* mask, const int64_t* order, uint32_t n, int64_t* out, int64_t* count) {
+  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 16;
+  __shared__ uint32_t kept[kMostTiles];
+  __shared__ uint32_t decided_tiles;
+  volatile uint32_t* const decided = &decided_tiles;
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const uint32_t tiles = tiles_of(n), stride = tiles * kWarp;
+  if (threadIdx.x == 0) *decided = 0;
+  __syncthreads();
+  for (uint32_t tile = warp; tile < tiles; tile += warps) {
+    const uint32_t rank = tile * kWarp + lane, own = mask[tile * stride + rank];
+    bool dropped = rank >= n;
+    for (uint32_t begin = 0; begin < tile; begin += kAhead) {
+      uint32_t words[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) words[k] = begin + k < tile ? mask[(begin + k) * stride + rank] : 0;
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (begin + k >= tile) break;
+        while (*decided <= begin + k) {
+        }
+        dropped = dropped || (words[k] & *static_cast<volatile uint32_t*>(kept + begin + k)) != 0;
+      }
+    }
+    // Of the ranks in the tile, those that nothing kept suppresses: after as many turns as the longest chain has links.
+    uint32_t last, now = __ballot_sync(kAll, !dropped);
+    do {
+      last = now;
+      now = __ballot_sync(kAll, !dropped && (own & last) == 0);
+    } while (now != last);
+    if (lane == 0) {
+      *static_cast<volatile uint32_t*>(kept + tile) = now;
+      __threadfence_block();
+      *decided = tile + 1;
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  for (uint32_t tile = warp; tile < tiles; tile += warps) {
+    uint32_t before = 0, all = 0;
+    for (uint32_t t = lane; t < tiles; t += kWarp) {
+      const uint32_t ones = __popc(kept[t]);
+      all += ones;
+      if (t < tile) before += ones;
+    }
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      before += __shfl_xor_sync(kAll, before, step);
+      all += __shfl_xor_sync(kAll, all, step);
+    }
+    const uint32_t rank = tile * kWarp + lane, ones = kept[tile];
+    if (ones >> lane & 1) out[before + __popc(ones & ((1u << lane) - 1))] = order[rank];
+    if (rank >= all && rank < n) out[rank] = -1;
+    if (rank == 0) *count = all;
+  }
+}
+
+}  // namespace
+}  // namespace extension_cpp::nms

@@ -1,0 +1,323 @@
+// nms of many boxes on CUDA: a grid finds what is near a box.
+//
+// Sorted by score, a box's rank is its place in the order of visits. fit_kernel makes the grid; prepare_kernel brings
+// the boxes into order and counts those in each cell; scan_kernel adds up the counts; scatter_kernel puts the boxes in
+// order of cells, where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a warp
+// a box; compact_kernel writes the indices of those kept. Where less lies before a box than near it, as among boxes that
+// all overlap, it looks at what is before it, from the first rank on: most of the boxes kept are there. With a threshold
+// below zero that is all there is to do.
+//
+// Why resolve_kernel is right: a box is kept if and only if no kept box of a lower rank suppresses it. Its status is
+// final once written, and written once all boxes of lower rank that suppress it are final or one of them is kept; so by
+// induction over ranks there is one result, whatever the timing, and a status that is read too early only costs time.
+// Why it ends: blocks draw ranks in order, so the lowest rank that is undecided is always in a running warp, and waits
+// for none. No block needs another one to be resident, and nothing is launched or read back in between.
+#pragma once
+
+#include "../common/elementwise.cuh"
+#include "../common/launch.cuh"
+#include "../common/scan.cuh"
+#include "source.cuh"
+
+namespace extension_cpp::nms {
+namespace {
+
+constexpr int kThreads = 256, kResolveThreads = 256, kFitThreads = 1024;
+constexpr uint32_t kNone = 0xffffffff;
+
+enum : uint8_t { kUndecided = 0, kKept = 1, kDropped = 2 };
+
+// The axes are cut where the boxes of a sample are, into segments with as many of them each: so a few boxes far off the
+// others, or most boxes in a small part of the field, leave no cell with nearly all boxes. Classes share groups, of which
+// each has a part of the cells.
+template <class V>
+struct Grid {
+  // The cell at the beginning of a row.
+  __device__ __forceinline__ uint32_t first(int64_t class_of_box, int row) const {
+    const uint32_t group = static_cast<uint64_t>(class_of_box) % groups;
+    return (group * y.count() + row) * x.count();
+  }
+
+  int64_t count() const { return static_cast<int64_t>(groups) * x.count() * y.count(); }
+
+  int groups = 0;  // none without a grid
+  Axis<V> x, y;
+};
+
+// As many segments and cells in each as make about `cells` in all.
+template <class V>
+Axis<V> axis_of(int64_t cells) {
+  constexpr int64_t kLeastCells = 4;  // in a segment: the fewer, the further off their sum is
+  Axis<V> axis;
+  while (axis.segments < Axis<V>::kMostSegments && 2 * kLeastCells * axis.segments <= cells) axis.segments *= 2;
+  axis.cells = static_cast<int>(std::max<int64_t>(1, cells / axis.segments));
+  return axis;
+}
+
+template <class V>
+Grid<V> grid_for(int64_t n, bool batched) {
+  constexpr int64_t kMostCells = 1 << 22, kColumnsPerRow = 8, kGroups = 64;
+  Grid<V> grid;
+  grid.groups = batched ? kGroups : 1;
+  const int64_t count = std::min(n, kMostCells) / grid.groups;
+  grid.y = axis_of<V>(std::sqrt(count / kColumnsPerRow));
+  grid.x = axis_of<V>(count / grid.y.count());
+  return grid;
+}
+
+// Device memory, of one allocation; without a base, only how much of it.
+template <class V>
+struct Work {
+  using Bits = std::conditional_t<sizeof(V) == 4, unsigned, unsigned long long>;
+
+  Work(void* base, int64_t n, int64_t cells, bool batched) {
+    const auto address = reinterpret_cast<uintptr_t>(base);
+    auto take = [&](auto*& array, int64_t count) {
+      array = reinterpret_cast<std::decay_t<decltype(array)>>(address + bytes);
+      bytes += (count * sizeof(*array) + 255) / 256 * 256;
+    };
+    const int64_t entries_of_grid = cells > 0 ? n : 0;
+    take(ticket, 1);
+    take(greatest_side, 2);
+    take(counts, cells);
+    zeroed = bytes;
+    take(starts, cells > 0 ? cells + 1 : 0);
+    take(grid, 1);
+    take(ranked, n);
+    take(entries, entries_of_grid);
+    take(classes, batched ? n : 0);
+    take(entry_classes, batched ? entries_of_grid : 0);
+    take(entry_ranks, entries_of_grid);
+    take(cell, entries_of_grid);
+    take(place, entries_of_grid);
+    take(status, n);
+  }
+
+  int64_t bytes = 0, zeroed;
+  uint32_t* ticket;     // the next rank to be drawn
+  Bits* greatest_side;  // width and height
+  uint32_t *counts, *starts;
+  Grid<V>* grid;
+  Box<V>*ranked, *entries;             // in order of rank, and of cell
+  int64_t *classes, *entry_classes;    // the same
+  uint32_t *entry_ranks, *cell, *place;  // of ranks: the cell, and the place in it
+  uint8_t* status;                     // of ranks
+};
+
+// Raises a number that isn't negative; its bits are in the same order.
+__device__ __forceinline__ void raise(unsigned* to, float value) {
+  const unsigned bits = __float_as_uint(value);
+  if (bits > *static_cast<volatile unsigned*>(to)) atomicMax(to, bits);
+}
+__device__ __forceinline__ void raise(unsigned long long* to, double value) {
+  const unsigned long long bits = __double_as_longlong(value);
+  if (bits > *static_cast<volatile unsigned long long*>(to)) atomicMax(to, bits);
+}
+__device__ __forceinline__ float from_bits(unsigned bits) {
+  return __uint_as_float(bits);
+}
+__device__ __forceinline__ double from_bits(unsigned long long bits) {
+  return __longlong_as_double(bits);
+}
+
+// One block makes the grid, from a sample of the boxes. For each of them four threads count those that are less, along
+// both axes, and so find its place in their order.
+template <class T, class V = typename Source<T>::V>
+__global__ void __launch_bounds__(kFitThreads)
+    fit_kernel(Source<T> source, int64_t n, Threshold<V> threshold, Grid<V> grid, Grid<V>* out) {
+  constexpr int kSample = Axis<V>::kSample, kSegments = Axis<V>::kMostSegments, kParts = kFitThreads / kSample;
+  constexpr int kPart = kSample / kParts;
+  __shared__ V values[2][kSample], sorted[2][kSample];
+  __shared__ int places[2][kSample], taking_part;
+  const int i = threadIdx.x % kSample, part = threadIdx.x / kSample;
+  if (threadIdx.x == 0) taking_part = 0;
+  __syncthreads();
+  if (part == 0) {
+    const Box<V> box = source.box(i * n / kSample);
+    const bool takes_part = threshold.takes_part(box);
+    values[0][i] = takes_part ? box.x1 + box.x2 : Limits<V>::infinity;
+    values[1][i] = takes_part ? box.y1 + box.y2 : Limits<V>::infinity;
+    places[0][i] = places[1][i] = 0;
+    if (takes_part) atomicAdd(&taking_part, 1);
+  }
+  __syncthreads();
+  for (int axis = 0; axis < 2; ++axis) {
+    const V own = values[axis][i];
+    int before = 0;
+#pragma unroll 8
+    for (int k = part * kPart; k < (part + 1) * kPart; ++k) {
+      const V other = values[axis][k];
+      before += other < own || (other == own && k < i);
+    }
+    atomicAdd(&places[axis][i], before);
+  }
+  __syncthreads();
+  if (part < 2) sorted[part][places[part][i]] = values[part][i];
+  __syncthreads();
+  if (threadIdx.x == 0) out->groups = grid.groups;
+  auto set = [&](int k, const Axis<V>& axis, Axis<V>& to) {
+    const int segment = static_cast<int>(threadIdx.x) - k * kSegments;
+    if (segment < 0 || segment >= axis.segments) return;
+    const auto quantile = [&](int s) { return taking_part == 0 ? V(0) : sorted[k][s * (taking_part - 1) / axis.segments]; };
+    to.segments = axis.segments, to.cells = axis.cells;
+    to.set(segment, quantile(segment), quantile(segment + 1));
+  };
+  set(0, grid.x, out->x);
+  set(1, grid.y, out->y);
+}
+
+// A thread a rank; the last block goes on to the end of its share of `status`, which compact_kernel reads in vectors.
+template <bool kGrid, class T, class V = typename Source<T>::V>
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(Source<T> source, const int64_t* order, Classes classes, int64_t n, Threshold<V> threshold, Work<V> work) {
+  __shared__ Grid<V> grid;
+  if constexpr (kGrid) {
+    for (int k = threadIdx.x; k < static_cast<int>(sizeof(grid) / sizeof(int)); k += kThreads) {
+      reinterpret_cast<int*>(&grid)[k] = reinterpret_cast<const int*>(work.grid)[k];
+    }
+    __syncthreads();
+  }
+  const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (rank >= n) {
+    work.status[rank] = kUndecided;
+    return;
+  }
+  const int64_t index = order[rank];
+  const Box<V> box = source.box(index);
+  const bool takes_part = threshold.takes_part(box);
+  const int64_t class_of_box = classes.values ? classes[index] : 0;
+  work.ranked[rank] = box;
+  work.status[rank] = takes_part ? kUndecided : kKept;
+  if (classes.values) work.classes[rank] = class_of_box;
+  if constexpr (kGrid) {
+    uint32_t cell = kNone;
+    if (takes_part) {
+      cell = grid.first(class_of_box, grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
+      work.place[rank] = atomicAdd(work.counts + cell, 1u);
+      raise(work.greatest_side, box.x2 - box.x1);
+      raise(work.greatest_side + 1, box.y2 - box.y1);
+    }
+    work.cell[rank] = cell;
+  }
+}
+
+template <class V>
+__global__ void __launch_bounds__(kThreads) scatter_kernel(int64_t n, bool batched, Work<V> work) {
+  const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (rank >= n || work.cell[rank] == kNone) return;
+  const uint32_t at = work.starts[work.cell[rank]] + work.place[rank];
+  work.entries[at] = work.ranked[rank];
+  work.entry_ranks[at] = rank;
+  if (batched) work.entry_classes[at] = work.classes[rank];
+}
+
+// Axis::cell of a value that all lanes of a warp have, where each holds the segment of its number.
+template <class V>
+class WarpAxis {
+ public:
+  __device__ WarpAxis(const Axis<V>& axis, uint32_t lane)
+      : segments_(axis.segments), cells_(axis.cells), low_(axis.low[lane]), scale_(axis.scale[lane]) {}
+
+  __device__ __forceinline__ int cell(V sum) const {
+    const unsigned begun = __ballot_sync(kAll, sum >= low_) & (0xffffffffu >> (kWarp - segments_));
+    const int segment = max(__popc(begun) - 1, 0);
+    const V low = __shfl_sync(kAll, low_, segment), scale = __shfl_sync(kAll, scale_, segment);
+    return segment * cells_ + Axis<V>::cell_of(sum, low, scale, cells_);
+  }
+
+ private:
+  int segments_, cells_;
+  V low_, scale_;
+};
+
+// A block draws as many ranks as it has warps, and a warp decides a rank. Without a bound on the blocks of a
+// multiprocessor ptxas would spill registers for a rounder number of them.
+template <bool kBatched, class V>
+__global__ void __launch_bounds__(kResolveThreads, 1)
+    resolve_kernel(uint32_t n, bool has_grid, Threshold<V> threshold, Work<V> work) {
+  constexpr uint32_t kChunk = 8 * kWarp, kRanks = kResolveThreads / kWarp;
+  __shared__ uint32_t drawn;
+  __shared__ uint8_t decided[kRanks];  // As work.status, of the block's own ranks, which wait for one another in chains.
+  if (threadIdx.x == 0) drawn = atomicAdd(work.ticket, kRanks);
+  if (threadIdx.x < kRanks) decided[threadIdx.x] = kUndecided;
+  __syncthreads();
+  const uint32_t lane = threadIdx.x % kWarp, first = drawn, rank = first + threadIdx.x / kWarp;
+  if (rank >= n || work.status[rank] != kUndecided) return;
+
+  const Box<V> box = work.ranked[rank];
+  const Test<V> suppresses(threshold, box);
+  const int64_t class_of_box = kBatched ? work.classes[rank] : 0;
+  bool dropped = false, more = false;
+  uint32_t waits_for = kNone;  // of the lane: the lowest rank that is undecided and suppresses the box
+  auto visit = [&](uint32_t begin, uint32_t end, const Box<V>* boxes, const int64_t* classes, const uint32_t* ranks) {
+    for (; begin < end; begin += kChunk) {
+      for (uint32_t i = begin + lane; i < min(begin + kChunk, end); i += kWarp) {
+        const uint32_t other = ranks ? ranks[i] : i;
+        const Box<V> other_box = boxes[i];
+        if (other >= rank || (kBatched && classes[i] != class_of_box) || !suppresses(other_box)) continue;
+        const uint8_t status = static_cast<volatile uint8_t*>(work.status)[other];
+        if (status == kKept) dropped = true;
+        if (status != kUndecided) continue;
+        more = more || waits_for != kNone;
+        waits_for = min(waits_for, other);
+      }
+      if (__any_sync(kAll, dropped)) return true;
+    }
+    return false;
+  };
+
+  int left = 0, right = 0, top = 0, bottom = 0;
+  auto run_of = [&](int row) -> uint2 {  // What lies near the box in a row.
+    const uint32_t* starts = work.starts + work.grid->first(class_of_box, row);
+    return {starts[left], starts[right]};
+  };
+  uint32_t near = rank;
+  if (has_grid) {
+    const WarpAxis<V> x(work.grid->x, lane), y(work.grid->y, lane);
+    const auto [x_low, x_high] = reach(threshold, box.x1, box.x2, area(box), from_bits(work.greatest_side[0]));
+    const auto [y_low, y_high] = reach(threshold, box.y1, box.y2, area(box), from_bits(work.greatest_side[1]));
+    left = x.cell(x_low), right = x.cell(x_high) + 1, top = y.cell(y_low), bottom = y.cell(y_high) + 1;
+    near = 0;
+    for (int row = top + static_cast<int>(lane); row < bottom; row += kWarp) near += run_of(row).y - run_of(row).x;
+    for (int step = kWarp / 2; step > 0; step /= 2) near += __shfl_xor_sync(kAll, near, step);
+  }
+  auto look = [&] {
+    if (rank <= near) return visit(0, rank, work.ranked, work.classes, nullptr);
+    for (int row = top; row < bottom; row += kWarp) {
+      uint2 run = {0, 0};  // A lane looks up a row.
+      if (row + static_cast<int>(lane) < bottom) run = run_of(row + lane);
+      for (int k = 0; k < min(kWarp, bottom - row); ++k) {
+        const uint32_t begin = __shfl_sync(kAll, run.x, k), end = __shfl_sync(kAll, run.y, k);
+        if (visit(begin, end, work.entries, work.entry_classes, work.entry_ranks)) return true;
+      }
+    }
+    return false;
+  };
+  bool is_dropped;
+  do {
+    more = false;
+    is_dropped = look();
+    for (bool waits = !is_dropped && __any_sync(kAll, waits_for != kNone); waits;) {
+      if (waits_for != kNone) {
+        const bool is_own = waits_for >= first;
+        const uint8_t* of = is_own ? decided + (waits_for - first) : work.status + waits_for;
+        const uint8_t status = *static_cast<const volatile uint8_t*>(of);
+        dropped = status == kKept;
+        if (status != kUndecided) {
+          waits_for = kNone;
+        } else if (!is_own) {
+          __nanosleep(20);
+        }
+      }
+      is_dropped = __any_sync(kAll, dropped);
+      waits = !is_dropped && __any_sync(kAll, waits_for != kNone);
+    }
+  } while (!is_dropped && __any_sync(kAll, more));
+  if (lane != 0) return;
+  const uint8_t status = is_dropped ? kDropped : kKept;
+  static_cast<volatile uint8_t*>(decided)[rank - first] = status;
+  static_cast<volatile uint8_t*>(work.status)[rank] = status;
+}
+
+}  // namespace
+}  // namespace extension_cpp::nms
