@@ -18,7 +18,7 @@ try:
 except Exception:  # Absent, or made for another torch.
     torchvision = None
 
-SIZES = {"cpu": (1_000, 5_000, 20_000), "cuda": (100, 1_000, 5_000, 20_000, 100_000)}
+SIZES = {"cpu": (100, 1_000, 5_000, 20_000), "cuda": (100, 300, 1_000, 2_000, 4_096, 10_000, 20_000, 100_000)}
 FIELDS = (1_000, 10_000)
 THRESHOLD = 0.5
 CLASSES = 80
@@ -87,6 +87,19 @@ def clustered_boxes(n: int, clusters: int) -> tuple[Tensor, Tensor]:
     return (torch.cat([low, low + 40], 1) * 16).round() / 16, torch.randperm(n, generator=generator).float()
 
 
+def boxes_with_outliers(n: int) -> tuple[Tensor, Tensor]:
+    """One of a hundred far off the others."""
+    boxes, scores = random_boxes(n, 1_000)
+    boxes[::100] += 1e6
+    return boxes, scores
+
+
+def boxes_of_all_sizes(n: int, field: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    low, side = torch.rand(n, 2, generator=generator) * field, 1 + 999 * torch.rand(n, 2, generator=generator)
+    return torch.cat([low, low + side], 1).round(), torch.randperm(n, generator=generator).float()
+
+
 def equal_boxes(n: int) -> tuple[Tensor, Tensor]:
     return torch.tensor([[0.0, 0.0, 4.0, 4.0]]).repeat(n, 1), -torch.arange(n).float()
 
@@ -97,15 +110,24 @@ def chained_boxes(n: int) -> tuple[Tensor, Tensor]:
     return torch.cat([low, low + 4], 1), -torch.arange(n).float()
 
 
-def single(device: str, make: Callable[[], tuple[Tensor, Tensor]], n: int, **described) -> Case:
+def part_of(device: str, n: int) -> Callable | None:
+    """The sort, where no faster one is known."""
+    fast = {"cpu": 0, "cuda": 16_384}[device]  # Up to so many boxes ours ranks them faster, and on the CPU sorts faster.
+    return (lambda boxes, scores, *idxs: scores.sort(descending=True)) if fast and n > fast else None
+
+
+def single(
+    device: str, make: Callable[[], tuple[Tensor, Tensor]], n: int, threshold: float = THRESHOLD, **described
+) -> Case:
     return Case(
         "nms",
         device,
-        {name: lambda boxes, scores, f=f: f(boxes, scores, THRESHOLD) for name, (f, _) in peers(device).items()},
+        {name: lambda boxes, scores, f=f: f(boxes, scores, threshold) for name, (f, _) in peers(device).items()},
         lambda: tuple(t.to(device) for t in make()),
-        lambda boxes, scores: reference_of(extension_cpp.nms)(boxes, scores, THRESHOLD),
+        lambda boxes, scores: reference_of(extension_cpp.nms)(boxes, scores, threshold),
         dtype=torch.float32,
         bytes=20 * n,
+        part=part_of(device, n),
         **described,
     )
 
@@ -125,6 +147,7 @@ def batched(device: str, n: int) -> Case:
         dtype=torch.float32,
         size=f"{n:,}",
         bytes=28 * n,
+        part=part_of(device, n),
         x=n,
         axis="boxes",
         draw="time",
@@ -161,25 +184,35 @@ def padded(device: str, n: int) -> Case:
     )
 
 
-def large(n: int) -> Iterator[Case]:
-    """More boxes than a peer has memory for: the time, and the memory."""
+def large(make: Callable[[], tuple[Tensor, Tensor]], n: int, title: str, threshold: float = THRESHOLD) -> Case:
+    """So many boxes that a peer has no memory for them, or no time."""
 
     def ours(boxes: Tensor, scores: Tensor) -> Tensor:
-        return extension_cpp.nms(boxes, scores, THRESHOLD)
+        return extension_cpp.nms(boxes, scores, threshold)
 
-    def memory(boxes: Tensor, scores: Tensor) -> float:
+    return Case(
+        "nms",
+        "cuda",
+        {OURS: ours},
+        lambda: tuple(t.cuda() for t in make()),
+        workload="no peer",
+        dtype=torch.float32,
+        size=f"{n:,} {title}",
+        bytes=20 * n,
+        part=part_of("cuda", n),
+    )
+
+
+def memory(n: int) -> Case:
+    def measured(boxes: Tensor, scores: Tensor) -> float:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        ours(boxes, scores)
+        extension_cpp.nms(boxes, scores, THRESHOLD)
         return float(torch.cuda.max_memory_allocated() - before)
 
-    def inputs() -> tuple[Tensor, ...]:
-        return tuple(t.cuda() for t in random_boxes(n, 10_000))
-
-    described = {"inputs": inputs, "dtype": torch.float32, "size": f"{n:,}"}
-    yield Case("nms", "cuda", {OURS: ours}, workload="in a field of 10,000, no peer", bytes=20 * n, **described)
     extra = {"workload": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
-    yield Case("nms", "cuda", {OURS: memory}, **extra, **described)
+    made = lambda: tuple(t.cuda() for t in random_boxes(n, 10_000))  # noqa: E731
+    return Case("nms", "cuda", {OURS: measured}, made, dtype=torch.float32, size=f"{n:,}", **extra)
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -190,16 +223,28 @@ def cases(device: str) -> Iterator[Case]:
             curve = {"workload": f"in a field of {field:,}", "size": f"{n:,}", "x": n, "axis": "boxes", "draw": "time"}
             make = lambda n=n, field=field: random_boxes(n, field)  # noqa: E731
             yield single(device, make, n, **curve, short=(n, field) == (5_000, 1_000))
-    few = 20_000 if device == "cuda" else 5_000
-    for title, n, make in (
-        ("in 200 clusters", 20_000, lambda: clustered_boxes(20_000, 200)),
-        ("all equal", 20_000, lambda: equal_boxes(20_000)),
-        ("in a chain", few, lambda: chained_boxes(few)),
-    ):
-        yield single(device, make, n, workload="hard cases", size=f"{n:,} {title}")
-    for n in (10_000, 100_000 if device == "cuda" else 30_000):
+    many = 20_000 if device == "cuda" else 5_000  # of those that a peer, or the reference, goes through one at a time
+    hard = [
+        ("in 200 clusters", 20_000, lambda n: clustered_boxes(n, 200)),
+        ("all equal", 20_000, equal_boxes),
+        ("in a chain", many, chained_boxes),
+        ("with outliers", many, boxes_with_outliers),
+    ]
+    if device == "cuda":
+        hard += [("in a chain", n, chained_boxes) for n in (1_000, 4_096, 10_000)]
+        hard += [("all equal", n, equal_boxes) for n in (1_000, 50_000)]
+    for title, n, make in hard:
+        yield single(device, lambda make=make, n=n: make(n), n, workload="hard cases", size=f"{n:,} {title}")
+    for n in (1_000, 10_000, 100_000 if device == "cuda" else 30_000):
         yield batched(device, n)
-    yield padded(device, 5_000)
+    for n in (1_000, 5_000):
+        yield padded(device, n)
     if device == "cuda":
         for n in (200_000, 1_000_000):
-            yield from large(n)
+            yield large(lambda n=n: random_boxes(n, 10_000), n, "in a field of 10,000")
+            yield memory(n)
+        for n in (50_000, 200_000):
+            yield large(lambda n=n: boxes_with_outliers(n), n, "with outliers")
+        for field in (1_000, 10_000):
+            boxes = f"of sides from 1 to 1,000 in a field of {field:,}"
+            yield large(lambda field=field: boxes_of_all_sizes(200_000, field), 200_000, boxes, threshold=0.05)

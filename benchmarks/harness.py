@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 OURS = "extension_cpp"
+PART = "a part of ours"  # Timed with the contenders, and none of them.
 ROUNDS = 7
 SECONDS = 1.5  # A case that would take longer gets fewer rounds, but three.
 TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-10}
@@ -67,6 +68,9 @@ class Case:
     """What its curve shows: "bandwidth", "rate" (of operations) or "time"."""
     bytes: int = 0
     operations: int = 0
+    part: Function | None = None
+    """What can't be left out of the work, of the same inputs: the sort of nms, the chain of a recurrence. Its time is a limit
+    too, as that of the bytes and of the operations is."""
     tolerance: float | None = None
     """How far from the reference a contender may be, relative and absolute; that of the dtype where None."""
     reason: str = ""
@@ -249,7 +253,8 @@ def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
     inputs = case.inputs()
     verify(case, inputs)
     sets = input_sets(case, inputs, clock)
-    calls = {name: rotated(function, sets) for name, function in case.contenders.items()}
+    functions = {**case.contenders, **({PART: case.part} if case.part else {})}
+    calls = {name: rotated(function, sets) for name, function in functions.items()}
     for call in calls.values() if len(sets) > 1 else ():
         start = clock()
         for _ in sets:  # The first results take fresh memory, which costs more than the work, unless that is a lot.
@@ -275,6 +280,8 @@ def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
 def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
     """Medians and quartiles, of the times and of a round's ratio to our time."""
     records = []
+    part = times.get(PART)
+    times = {name: values for name, values in times.items() if name != PART}
     ours = times[next(iter(times))]
     described = {
         "op": case.op,
@@ -286,6 +293,7 @@ def summarise(case: Case, times: dict[str, list[float]]) -> list[dict]:
         **({"threads": case.threads} if case.threads else {}),
         "bytes": case.bytes,
         "operations": case.operations,
+        **({"part": short(min(part))} if part else {}),
         "unit": case.unit,
         **({"reason": case.reason} if case.reason else {}),
     }

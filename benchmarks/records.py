@@ -56,9 +56,9 @@ class Results:
         return grouped
 
     def limit(self, record: dict) -> float | None:
-        """The least seconds a case can take on its machine: to move its bytes or to do its operations."""
+        """The least seconds a case can take on its machine: to move its bytes, to do its operations, or a part of them."""
         ceilings = self.header["ceilings"]
-        seconds = record["bytes"] / ceilings["bytes"] if record["bytes"] else 0.0
+        seconds = max(record["bytes"] / ceilings["bytes"] if record["bytes"] else 0.0, record.get("part", 0.0))
         if record["operations"]:
             seconds = max(seconds, record["operations"] / ceilings["operations"][record["dtype"] or "float32"])
         return seconds or None
@@ -72,6 +72,11 @@ class Results:
     def of_models(self) -> bool:
         """Which are measured where torchvision is, and have a document of their own."""
         return self.family == "torchvision"
+
+    @property
+    def of_package(self) -> bool:
+        """Of what users install, which the README is about."""
+        return self.of_operators and not self.of_models and self.family != "examples"
 
     def cells(self) -> list[dict]:
         """The best peer's record of each case that has a peer; its ratio says how many times longer than ours it takes."""

@@ -15,8 +15,8 @@
 namespace extension_cpp::nms {
 namespace {
 
-struct Selection {
-  Tensor indices, count;
+struct Out {
+  int64_t *indices, *count;
 };
 
 // The boxes' indices in the order of visits.
@@ -45,7 +45,7 @@ Tensor visiting_order(Launch& launch, const View& scores) {
 template <class T>
 void select_few(
     Launch& launch, const Source<T>& source, const View& boxes, const int64_t* order, Classes classes,
-    const Threshold<typename Source<T>::V>& threshold, const Selection& out) {
+    const Threshold<typename Source<T>::V>& threshold, const Out& out) {
   const uint32_t n = boxes.sizes[0];
   const int64_t tiles = tiles_of(n), pairs = tiles * (tiles + 1) / 2;
   const Tensor memory = empty(boxes, aoti_torch_dtype_int32(), tiles * tiles * kWarp);
@@ -55,13 +55,13 @@ void select_few(
       0, source, order, classes, n, threshold, mask);
   launch(
       decide_kernel, 1, std::min<int64_t>(tiles * kWarp, kDecideThreads), 0, mask, order, n,
-      out.indices.mutable_data_ptr<int64_t>(), out.count.mutable_data_ptr<int64_t>());
+      out.indices, out.count);
 }
 
 template <class T, class V = typename Source<T>::V>
 void select_many(
     Launch& launch, const Source<T>& source, const View& boxes, const int64_t* order, Classes classes,
-    const Threshold<V>& threshold, const Selection& out) {
+    const Threshold<V>& threshold, const Out& out) {
   const int64_t n = boxes.sizes[0], blocks = ceil_div(n, kThreads);
   const bool has_grid = threshold.prunes, batched = classes.values != nullptr;
   const Grid<V> grid = grid_for<V>(n, batched);
@@ -84,58 +84,74 @@ void select_many(
   const int64_t part = scan_part(n);
   launch(
       compact_kernel, ceil_div(n, part), kScanThreads, 0, work.status, order, n, part,
-      out.indices.mutable_data_ptr<int64_t>(), out.count.mutable_data_ptr<int64_t>());
+      out.indices, out.count);
 }
 
-Selection select(
-    const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold,
-    bool waits) {
-  const Call<3> call(op, {&boxes, &scores, idxs});
-  const View& view = call.views[0];
-  Launch launch(op.name(), view);
-  if (waits && launch.is_capturing()) {
-    fail(op.name(), "the size of its result is not known inside a CUDA graph; nms_padded has one that is");
-  }
-  const int64_t n = view.sizes[0];
-  constexpr auto kLong = torch::headeronly::ScalarType::Long;
-  Selection out{empty(view, aoti_torch_dtype_int64(), n), empty_scalar(view, aoti_torch_dtype_int64())};
-  if (n == 0) {
-    launch.zero(out.count.mutable_data_ptr(), sizeof(int64_t));
-    return out;
-  }
+void select(
+    Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
+  const View& boxes = call.views[0];
+  const int64_t n = boxes.sizes[0];
   const Tensor order_of = visiting_order(launch, call.views[1]);
   const int64_t* order = order_of.const_data_ptr<int64_t>();
   Classes classes;
   std::optional<Tensor> wide;
   if (idxs) {
-    wide = torch::stable::to(*idxs, kLong);
-    classes = {wide->const_data_ptr<int64_t>(), View(op.name(), "idxs", *wide).strides[0]};
+    wide = torch::stable::to(*idxs, torch::headeronly::ScalarType::Long);
+    classes = {wide->const_data_ptr<int64_t>(), View(boxes.op, "idxs", *wide).strides[0]};
   }
-  dispatch(Floating(), op.name(), view.dtype, [&]<class T>(T) {
-    const Source<T> source{static_cast<const T*>(view.tensor->const_data_ptr()), view.strides[0], view.strides[1]};
+  dispatch(Floating(), boxes.op, boxes.dtype, [&]<class T>(T) {
+    const Source<T> source{static_cast<const T*>(boxes.tensor->const_data_ptr()), boxes.strides[0], boxes.strides[1]};
     const Threshold<typename Source<T>::V> threshold(iou_threshold);
-    (n <= kFewBoxes ? select_few<T> : select_many<T>)(launch, source, view, order, classes, threshold, out);
+    (n <= kFewBoxes ? select_few<T> : select_many<T>)(launch, source, boxes, order, classes, threshold, out);
   });
-  if (!waits) return out;
-  const int64_t count = launch.read(out.count.const_data_ptr<int64_t>());
-  out.indices = torch::stable::narrow(out.indices, 0, 0, count);
+}
+
+// The first of `all`, without the memory of the rest where that is worth a copy.
+Tensor first_of(const Tensor& all, int64_t count) {
   constexpr int64_t kWorthACopy = 1 << 16;
-  if (n > kWorthACopy && 2 * count < n) out.indices = torch::stable::clone(out.indices);  // Don't hold on to memory for the rest.
-  return out;
+  const int64_t stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(all.get(), 1, &count, &stride, 0, &handle));
+  const Tensor first(handle);
+  return all.numel() > kWorthACopy && 2 * count < all.numel() ? torch::stable::clone(first) : first;
+}
+
+Tensor keep(
+    const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
+  const Call<3> call(op, {&boxes, &scores, idxs});
+  Launch launch(op.name(), call.views[0]);
+  if (launch.is_capturing()) {
+    fail(op.name(), "the size of its result is not known inside a CUDA graph; nms_padded has one that is");
+  }
+  const Tensor indices = empty(call.views[0], aoti_torch_dtype_int64(), call["N"]);
+  if (call["N"] == 0) return indices;
+  HostNumber count(launch);
+  select(launch, call, idxs, iou_threshold, {indices.mutable_data_ptr<int64_t>(), count.pointer()});
+  return first_of(indices, count.wait());
 }
 
 Tensor nms(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  return select(kNms, boxes, scores, nullptr, iou_threshold, true).indices;
+  return keep(kNms, boxes, scores, nullptr, iou_threshold);
 }
 
 Tensor batched_nms(const Tensor& boxes, const Tensor& scores, const Tensor& idxs, double iou_threshold) {
-  return select(kBatchedNms, boxes, scores, &idxs, iou_threshold, true).indices;
+  return keep(kBatchedNms, boxes, scores, &idxs, iou_threshold);
 }
 
 std::tuple<Tensor, Tensor> nms_padded(
     const Tensor& boxes, const Tensor& scores, double iou_threshold, const std::optional<Tensor>& idxs) {
-  const Selection out = select(kNmsPadded, boxes, scores, idxs ? &*idxs : nullptr, iou_threshold, false);
-  return {out.indices, out.count};
+  const Call<3> call(kNmsPadded, {&boxes, &scores, idxs ? &*idxs : nullptr});
+  const View& view = call.views[0];
+  Launch launch(kNmsPadded.name(), view);
+  const Tensor indices = empty(view, aoti_torch_dtype_int64(), call["N"]);
+  const Tensor count = empty_scalar(view, aoti_torch_dtype_int64());
+  const Out out{indices.mutable_data_ptr<int64_t>(), count.mutable_data_ptr<int64_t>()};
+  if (call["N"] == 0) {
+    launch.zero(out.count, sizeof(int64_t));
+  } else {
+    select(launch, call, idxs ? &*idxs : nullptr, iou_threshold, out);
+  }
+  return {indices, count};
 }
 
 }  // namespace

@@ -289,7 +289,7 @@ class TestAgainstTheDefinition:
         assert len(nms_reference(shifted, scores, 0.5)) == 6
         assert extension_cpp.batched_nms(boxes, scores, idxs, 0.5).tolist() == [5, 4, 3]
 
-    @pytest.mark.parametrize("case", ["equal", "chain", "nested", "below zero"])
+    @pytest.mark.parametrize("case", ["equal", "chain", "nested", "below zero", "outliers", "all near"])
     def test_worst_cases(self, device, case):
         """For a method that prunes. bench_nms.py has the times of such cases."""
         n = 20_000
@@ -300,9 +300,13 @@ class TestAgainstTheDefinition:
             "chain": (unit + step * unit.new_tensor([1, 0, 1, 0]), list(range(n - 1, -1, -2))),
             "nested": (unit.new_tensor([0, 0, 1, 1]) * (1 + step * 1e-4), None),
             "below zero": (unit + 10 * step, [n - 1]),
+            # Groups of ten, a hundredth of them far off.
+            "outliers": (unit + 10 * (step // 10) + 1e6 * (step // 10 % 100 == 7), list(range(n - 1, -1, -10))),
+            # Long bars across each other and a box in the middle: all lie near each other, and few are kept.
+            "all near": (torch.cat([-step % 50, step % 70, 1e4 + step % 50, 1e3 + step % 70], 1), None),
         }[case]
         scores = torch.arange(n, device=device).float()
-        iou_threshold = -0.5 if case == "below zero" else 0.5
+        iou_threshold = {"below zero": -0.5, "all near": 0.99}.get(case, 0.5)
         got = extension_cpp.nms(boxes, scores, iou_threshold).tolist()
         assert got == (plain_nms(boxes, scores, iou_threshold) if want is None else want)
 
@@ -397,6 +401,15 @@ def test_of_two_selections():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCuda:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.float64], ids=str)
+    @pytest.mark.parametrize("n", [4096, 16_384, 16_385])
+    def test_orders(self, n, dtype):
+        """Scores are ranked by comparisons, or sorted: by their number and dtype."""
+        boxes, scores = (t.float() for t in random_boxes(n, 1000))
+        scores = (scores * 1000).to(dtype)
+        want = extension_cpp.nms(boxes, scores, 0.5)
+        assert torch.equal(extension_cpp.nms(boxes.cuda(), scores.cuda(), 0.5).cpu(), want)
+
     def test_capture_is_refused(self):
         boxes, scores = (t.cuda() for t in grid_boxes(10))
         graph = torch.cuda.CUDAGraph()

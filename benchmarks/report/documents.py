@@ -129,7 +129,7 @@ def reasons(found: list[Results]) -> str:
 
 def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
-    operators = [results for results in found if results.of_operators and not results.of_models]
+    operators = [results for results in found if results.of_package]
     if not operators:
         return "\nNothing was measured yet: `make bench`.\n"
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
@@ -146,7 +146,7 @@ def page(found: list[Results]) -> str:
     text += (
         " in which ours and its peers\ntake turns. The limit is the time that a case's bytes or operations take at the"
     )
-    text += " machine's rates, measured in the same run.\n"
+    text += " machine's rates, or a part of the work that can't\nbe left out, as the sort of nms: measured in the same run.\n"
     operators = [results for results in found if results.of_operators]
     if operators:
         text += (
@@ -211,7 +211,7 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     """What each file of the report must hold, by its path in the checkout."""
     operators = [results for results in found if results.of_operators]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
-    if of_ours := [results for results in operators if not results.of_models]:
+    if of_ours := [results for results in operators if results.of_package]:
         files[file_of("overview")] = overview.overview(of_ours)
     for op in drawn(operators):
         files[file_of(op)] = pictures.operator(operators, op)

@@ -1,6 +1,9 @@
 // What every launch needs: the tensor's device, PyTorch's current stream there, a grid that fits, and a check.
 #pragma once
 
+#include <mutex>
+#include <vector>
+
 #include <cuda_runtime.h>
 
 #include <torch/csrc/stable/accelerator.h>
@@ -97,14 +100,8 @@ class Launch {
 
   void zero(void* memory, size_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
-  // A value on the device, once all that was launched before is done.
-  template <class T>
-  T read(const T* value) const {
-    T result;
-    check(cudaMemcpyAsync(&result, value, sizeof(T), cudaMemcpyDeviceToHost, stream_));
-    check(cudaStreamSynchronize(stream_));
-    return result;
-  }
+  // Returns once all that was launched before is done.
+  void wait() const { check(cudaStreamSynchronize(stream_)); }
 
   void check(cudaError_t error) const {
     if (error == cudaSuccess) return;
@@ -131,6 +128,55 @@ class Launch {
   int device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
+};
+
+// A number that a kernel writes and the host reads, in memory of the host: a copy takes as long as waiting does.
+class HostNumber {
+ public:
+  explicit HostNumber(const Launch& launch) : launch_(launch) {
+    constexpr int kPage = 4096;
+    const std::lock_guard lock(pool().mutex);
+    auto& free = pool().free;
+    if (free.empty()) {
+      void* page;
+      launch.check(cudaHostAlloc(&page, kPage, cudaHostAllocPortable | cudaHostAllocMapped));
+      for (size_t i = 0; i < kPage / sizeof(int64_t); ++i) free.push_back(static_cast<int64_t*>(page) + i);
+    }
+    number_ = free.back();
+    free.pop_back();
+  }
+
+  // What no kernel may still write to is there for the next call.
+  ~HostNumber() {
+    if (!is_written_) return;
+    const std::lock_guard lock(pool().mutex);
+    pool().free.push_back(number_);
+  }
+
+  HostNumber(const HostNumber&) = delete;
+
+  int64_t* pointer() const { return number_; }
+
+  int64_t wait() {
+    launch_.wait();
+    is_written_ = true;
+    return *static_cast<volatile int64_t*>(number_);
+  }
+
+ private:
+  struct Pool {
+    std::mutex mutex;
+    std::vector<int64_t*> free;
+  };
+
+  static Pool& pool() {
+    static auto* const pool = new Pool;  // Never destroyed, as a thread may outlive what is.
+    return *pool;
+  }
+
+  const Launch& launch_;
+  int64_t* number_;
+  bool is_written_ = false;
 };
 
 __host__ __device__ inline int64_t ceil_div(int64_t x, int64_t y) {

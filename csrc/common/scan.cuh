@@ -18,17 +18,28 @@ inline int64_t scan_part(int64_t n) {
 
 namespace {
 
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
+  return value;
+}
+
+// The sum over the lanes before this one.
+__device__ __forceinline__ uint32_t warp_sum_before(uint32_t value) {
+  uint32_t inclusive = value;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const uint32_t other = __shfl_up_sync(kAll, inclusive, step);
+    if (static_cast<int>(threadIdx.x % kWarp) >= step) inclusive += other;
+  }
+  return inclusive - value;
+}
+
 // The sum over the threads before this one, and in `total` over all of the block. All threads call it.
 __device__ uint32_t block_scan(uint32_t value, uint32_t& total) {
   __shared__ uint32_t sums[kScanThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint32_t inclusive = value;
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
+  const uint32_t before_in_warp = warp_sum_before(value);
   __syncthreads();  // The last call's sums have been read.
-  if (lane == kWarp - 1) sums[warp] = inclusive;
+  if (lane == kWarp - 1) sums[warp] = before_in_warp + value;
   __syncthreads();
   uint32_t before = 0;
   total = 0;
@@ -36,7 +47,7 @@ __device__ uint32_t block_scan(uint32_t value, uint32_t& total) {
     if (w == warp) before = total;
     total += sums[w];
   }
-  return before + inclusive - value;
+  return before + before_in_warp;
 }
 
 // starts[i]: the sum of the counts before i, for i up to `n` itself. Each block adds up what lies before its own part:

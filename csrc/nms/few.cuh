@@ -106,17 +106,17 @@ __global__ void __launch_bounds__(kMaskThreads) mask_kernel(
 // and decides its own. What one tile waits for is the tile before, which takes some hundred cycles and no barrier.
 __global__ void __launch_bounds__(kDecideThreads, 1)
     decide_kernel(const uint32_t* mask, const int64_t* order, uint32_t n, int64_t* out, int64_t* count) {
-  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 16;
-  __shared__ uint32_t kept[kMostTiles];
-  __shared__ uint32_t decided_tiles;
-  volatile uint32_t* const decided = &decided_tiles;
+  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 32;
+  constexpr uint32_t kNext = 2;                     // So many tiles ahead a warp doesn't sleep while it waits.
+  constexpr uint64_t kDecided = uint64_t{1} << 32;  // Above a tile's bits, for one access to both.
+  __shared__ uint64_t decided[kMostTiles];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const uint32_t tiles = tiles_of(n), stride = tiles * kWarp;
-  if (threadIdx.x == 0) *decided = 0;
+  for (uint32_t t = threadIdx.x; t < tiles; t += blockDim.x) decided[t] = 0;
   __syncthreads();
   for (uint32_t tile = warp; tile < tiles; tile += warps) {
     const uint32_t rank = tile * kWarp + lane, own = mask[tile * stride + rank];
-    bool dropped = rank >= n;
+    uint32_t hit = rank >= n;
     for (uint32_t begin = 0; begin < tile; begin += kAhead) {
       uint32_t words[kAhead];
 #pragma unroll
@@ -124,37 +124,31 @@ __global__ void __launch_bounds__(kDecideThreads, 1)
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (begin + k >= tile) break;
-        while (*decided <= begin + k) {
+        uint64_t kept;
+        while ((kept = *static_cast<volatile uint64_t*>(decided + begin + k)) == 0) {
+          if (begin + k + kNext < tile) __nanosleep(20);  // Else those that wait take the turns of the one that works.
         }
-        dropped = dropped || (words[k] & *static_cast<volatile uint32_t*>(kept + begin + k)) != 0;
+        hit |= words[k] & static_cast<uint32_t>(kept);
       }
     }
     // Of the ranks in the tile, those that nothing kept suppresses: after as many turns as the longest chain has links.
-    uint32_t last, now = __ballot_sync(kAll, !dropped);
+    uint32_t last, now = __ballot_sync(kAll, hit == 0);
     do {
       last = now;
-      now = __ballot_sync(kAll, !dropped && (own & last) == 0);
+      now = __ballot_sync(kAll, hit == 0 && (own & last) == 0);
     } while (now != last);
-    if (lane == 0) {
-      *static_cast<volatile uint32_t*>(kept + tile) = now;
-      __threadfence_block();
-      *decided = tile + 1;
-    }
-    __syncwarp();
+    if (lane == 0) *static_cast<volatile uint64_t*>(decided + tile) = kDecided | now;
   }
   __syncthreads();
   for (uint32_t tile = warp; tile < tiles; tile += warps) {
     uint32_t before = 0, all = 0;
     for (uint32_t t = lane; t < tiles; t += kWarp) {
-      const uint32_t ones = __popc(kept[t]);
+      const uint32_t ones = __popc(static_cast<uint32_t>(decided[t]));
       all += ones;
       if (t < tile) before += ones;
     }
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-      before += __shfl_xor_sync(kAll, before, step);
-      all += __shfl_xor_sync(kAll, all, step);
-    }
-    const uint32_t rank = tile * kWarp + lane, ones = kept[tile];
+    before = warp_sum(before), all = warp_sum(all);
+    const uint32_t rank = tile * kWarp + lane, ones = decided[tile];
     if (ones >> lane & 1) out[before + __popc(ones & ((1u << lane) - 1))] = order[rank];
     if (rank >= all && rank < n) out[rank] = -1;
     if (rank == 0) *count = all;

@@ -101,6 +101,13 @@ class TestHarness:
         assert ours["median"] == pytest.approx(seconds) and ours["rounds"] == 3
         assert peer["ratio"] == pytest.approx(3) and ours["bytes"] == moved
 
+    def test_a_part_is_a_limit(self, clock):
+        both = {OURS: clock.taking(0.1), "peer": clock.taking(0.3)}
+        found = harness.measure(case(contenders=both, part=clock.taking(0.04), bytes=0), clock)
+        assert [record["contender"] for record in found] == [OURS, "peer"]
+        assert [record["part"] for record in found] == pytest.approx([0.04, 0.04])
+        assert found[1]["ratio"] == pytest.approx(3)
+
     def test_slow_cases_have_fewer_rounds(self, clock):
         for seconds, rounds in ((1e-4, 7), (0.14, 5), (2.0, 3)):
             slow = case(contenders={OURS: clock.taking(seconds), "peer": clock.taking(seconds)}, bytes=0)
@@ -366,6 +373,7 @@ class TestResults:
         assert results.limit(limit) == 0.5
         assert results.limit({**limit, "operations": 20}) == 2
         assert results.limit({**limit, "bytes": 0}) is None
+        assert results.limit({**limit, "part": 3.0}) == 3
 
     def test_provenance(self):
         header = records.header("muladd", "cpu", "abc", {})
