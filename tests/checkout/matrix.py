@@ -86,7 +86,7 @@ def run(interpreter: Path, package: Path) -> tuple[int, str]:
     (site,) = prefix.glob("lib/python*/site-packages")
     for path in (unpacked / "site-packages").iterdir():
         shutil.rmtree(site / path.name, ignore_errors=True)
-        shutil.copytree(path, site / path.name)
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, site / path.name)
     (tests,) = (path.parent for path in unpacked.glob("etc/conda/test-files/extension_cpp/*/tests/conftest.py"))
     command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings"]
     done = subprocess.run(command, cwd=tests, capture_output=True, text=True)
