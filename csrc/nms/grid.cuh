@@ -79,9 +79,8 @@ struct Work {
     const int64_t entries_of_grid = cells > 0 ? n : 0;
     take(ticket, 1);
     take(greatest_side, 2);
-    take(kept_count, 1);
-    take(decided_below, 1);
-    take(kept, kMostListed);
+    take(listed, 1);
+    take(list, kMostListed);
     take(counts, cells);
     zeroed = bytes;
     take(starts, cells > 0 ? cells + 1 : 0);
@@ -99,8 +98,7 @@ struct Work {
   int64_t bytes = 0, zeroed;
   uint32_t* ticket;     // the next rank to be drawn
   Bits* greatest_side;  // width and height
-  uint32_t *kept_count, *kept;  // a list of ranks, plus one: the first of those that are kept, as they come
-  uint32_t* decided_below;      // all of these ranks are decided
+  uint32_t *listed, *list;  // How many, and ranks of boxes that are kept, plus one, as they come.
   uint32_t *counts, *starts;
   Grid<V>* grid;
   Box<V>*ranked, *entries;             // in order of rank, and of cell
@@ -241,8 +239,8 @@ template <bool kBatched, class V>
 __global__ void __launch_bounds__(kResolveThreads, 1)
     resolve_kernel(uint32_t n, bool has_grid, Threshold<V> threshold, Work<V> work) {
   constexpr uint32_t kRanks = kResolveThreads / kWarp;
+  constexpr uint32_t kChunk = 8 * kWarp;  // Between two a warp looks whether it is done.
   constexpr uint32_t kLong = 16384;
-  constexpr int kTurns = 4;  // of a warp, between which it looks whether it is done
   __shared__ uint32_t drawn;
   __shared__ uint8_t decided[kRanks];  // As work.status, of the block's own ranks, which wait for one another in chains.
   if (threadIdx.x == 0) drawn = atomicAdd(work.ticket, kRanks);
@@ -281,103 +279,79 @@ __global__ void __launch_bounds__(kResolveThreads, 1)
     near = warp_sum(near);
   }
   // Whether a box that is kept suppresses it.
-  auto look = [&] {
-    if (rank <= near) {
-      for (uint32_t begin = 0; begin < rank; begin += kTurns * kWarp) {
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-          const uint32_t i = begin + turn * kWarp + lane;
-          if (i < rank) test(i, work.ranked[i], kBatched ? work.classes[i] : 0);
-        }
-        if (__any_sync(kAll, dropped)) return true;
+  auto visit = [&](uint32_t begin, uint32_t end, const Box<V>* boxes, const int64_t* classes, const uint32_t* ranks) {
+    for (; begin < end; begin += kChunk) {
+      for (uint32_t i = begin + lane; i < min(begin + kChunk, end); i += kWarp) {
+        test(ranks ? ranks[i] : i, boxes[i], kBatched ? classes[i] : 0);
       }
-      return false;
-    }
-    for (int row = top; row < bottom; row += kWarp) {
-      uint2 run = {0, 0};  // A lane looks up a row; then all go through the entries of all these rows.
-      if (row + static_cast<int>(lane) < bottom) run = run_of(row + lane);
-      const uint32_t before = warp_sum_before(run.y - run.x), rows = min(kWarp, bottom - row);
-      const uint32_t all = __shfl_sync(kAll, before + run.y - run.x, kWarp - 1);
-      const uint32_t entry = run.x - before;  // Of the row's first entry, less what is before.
-      for (uint32_t begin = 0; begin < all; begin += kTurns * kWarp) {
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-          const uint32_t at = begin + turn * kWarp + lane;
-          uint32_t of = 0;  // The row of the entry: the last that begins no later.
-          for (uint32_t step = kWarp / 2; step > 0; step /= 2) {
-            if (step < rows && __shfl_sync(kAll, before, of + step) <= at) of += step;
-          }
-          const uint32_t i = __shfl_sync(kAll, entry, of) + at;
-          if (at < all) test(work.entry_ranks[i], work.entries[i], kBatched ? work.entry_classes[i] : 0);
-        }
-        if (__any_sync(kAll, dropped)) return true;
-      }
+      if (__any_sync(kAll, dropped)) return true;
     }
     return false;
   };
-  // The same where it would look at very many: at the list of those that are kept, which are few among boxes that all
-  // overlap, and at what is undecided. What is read as kept was in the list before.
-  uint32_t listed = 0, undecided_from = 0;
-  auto look_at_list = [&] {
-    const uint32_t count = min(*static_cast<volatile uint32_t*>(work.kept_count), kMostListed);
-    uint32_t again = kNone;  // The first chunk that isn't written yet to its end.
-    for (uint32_t begin = listed; begin < count; begin += kWarp) {
-      const uint32_t at = begin + lane, other = at < count ? static_cast<volatile uint32_t*>(work.kept)[at] - 1 : kNone;
+  // Where very many are near, among boxes that all overlap, few are kept: it looks at those that it finds listed, then
+  // at all that isn't dropped.
+  const bool is_long = near > kLong;
+  auto look_at_listed = [&] {
+    const uint32_t count = min(*static_cast<volatile uint32_t*>(work.listed), kMostListed);
+    for (uint32_t begin = 0; begin < count; begin += kWarp) {
+      const uint32_t at = begin + lane;
+      const uint32_t other = at < count ? static_cast<volatile uint32_t*>(work.list)[at] - 1 : kNone;
       if (other < rank) test(other, work.ranked[other], kBatched ? work.classes[other] : 0);
       if (__any_sync(kAll, dropped)) return true;
-      if (__any_sync(kAll, other == kNone)) again = min(again, begin);
     }
-    listed = min(again, max(listed, count));
     return false;
   };
-  auto look_at_undecided = [&] {
-    constexpr uint32_t kVector = sizeof(uint4), kStep = kWarp * kVector;
-    uint32_t from = max(undecided_from, *static_cast<volatile uint32_t*>(work.decided_below)) / kVector * kVector;
-    uint32_t lowest = rank;
-    for (; from < rank; from += kStep) {
-      const uint32_t begin = from + lane * kVector;
-      if (begin >= rank) continue;
-      const volatile uint32_t* four = reinterpret_cast<const volatile uint32_t*>(work.status + begin);
-      for (uint32_t word = 0; word < kVector / 4; ++word) {
-        // A byte is one of 0, 1 and 2: the lowest two bits of those that are decided, then of the others.
-        const uint32_t statuses = four[word];
-        for (uint32_t rest = ~(statuses | statuses >> 1) & 0x01010101; rest != 0; rest &= rest - 1) {
-          const uint32_t other = begin + word * 4 + (__ffs(rest) - 1) / 8;
-          if (other >= rank) break;
-          lowest = min(lowest, other);
-          test(other, work.ranked[other], kBatched ? work.classes[other] : 0);
+  auto look_at_rest = [&] {
+    constexpr uint32_t kTurns = 2, kVector = sizeof(uint4), kStep = kTurns * kWarp * kVector;
+    for (uint32_t begin = 0; begin < rank; begin += kStep) {
+      uint4 statuses[kTurns];
+#pragma unroll
+      for (uint32_t turn = 0; turn < kTurns; ++turn) {
+        const uint32_t at = begin + (turn * kWarp + lane) * kVector;
+        constexpr uint32_t kAllDropped = 0x01010101 * kDropped;
+        statuses[turn] = make_uint4(kAllDropped, kAllDropped, kAllDropped, kAllDropped);
+        if (at < rank) statuses[turn] = __ldcg(reinterpret_cast<const uint4*>(work.status + at));
+      }
+#pragma unroll
+      for (uint32_t turn = 0; turn < kTurns; ++turn) {
+        const uint32_t words[] = {statuses[turn].x, statuses[turn].y, statuses[turn].z, statuses[turn].w};
+#pragma unroll
+        for (uint32_t word = 0; word < 4; ++word) {
+          for (uint32_t rest = ~words[word] & 0x01010101 * kDropped; rest != 0; rest &= rest - 1) {
+            const uint32_t other = begin + (turn * kWarp + lane) * kVector + word * 4 + (__ffs(rest) - 1) / 8;
+            if (other < rank) test(other, work.ranked[other], kBatched ? work.classes[other] : 0);
+          }
         }
       }
+      if (__any_sync(kAll, dropped)) return true;
     }
-    for (int step = kWarp / 2; step > 0; step /= 2) lowest = min(lowest, __shfl_xor_sync(kAll, lowest, step));
-    undecided_from = lowest;
-    __threadfence();
-    if (lane == 0 && lowest > *static_cast<volatile uint32_t*>(work.decided_below)) atomicMax(work.decided_below, lowest);
-    return __any_sync(kAll, dropped) != 0;
+    return false;
   };
-  const bool is_long = min(rank, near) > kLong;
-  auto is_listed = [&] { return *static_cast<volatile uint32_t*>(work.kept_count) <= kMostListed; };
+  auto look = [&] {
+    if (is_long && rank > kLong) return look_at_listed() || look_at_rest();
+    if (rank <= near) return visit(0, rank, work.ranked, work.classes, nullptr);
+    for (int row = top; row < bottom; row += kWarp) {
+      uint2 run = {0, 0};  // A lane looks up a row.
+      if (row + static_cast<int>(lane) < bottom) run = run_of(row + lane);
+      for (int k = 0; k < min(kWarp, bottom - row); ++k) {
+        const uint32_t begin = __shfl_sync(kAll, run.x, k), end = __shfl_sync(kAll, run.y, k);
+        if (visit(begin, end, work.entries, work.entry_classes, work.entry_ranks)) return true;
+      }
+    }
+    return false;
+  };
   bool is_dropped;
   do {
     more = false;
-    if (is_long && is_listed()) {
-      is_dropped = look_at_list() || look_at_undecided() || look_at_list();
-      if (!is_dropped && !is_listed()) is_dropped = look();
-    } else {
-      is_dropped = look();
-    }
+    is_dropped = look();
     for (bool waits = !is_dropped && __any_sync(kAll, waits_for != kNone); waits;) {
       if (waits_for != kNone) {
-        // Both sleep: those that wait would take the turns of the one that works.
         const bool is_own = waits_for >= first;
         const uint8_t* of = is_own ? decided + (waits_for - first) : work.status + waits_for;
         const uint8_t status = *static_cast<const volatile uint8_t*>(of);
         dropped = status == kKept;
-        if (status != kUndecided) {
-          waits_for = kNone;
-        } else {
-          __nanosleep(20);
-        }
+        if (status != kUndecided) waits_for = kNone;
+        if (status == kUndecided && !is_own) __nanosleep(20);
       }
       is_dropped = __any_sync(kAll, dropped);
       waits = !is_dropped && __any_sync(kAll, waits_for != kNone);
@@ -385,13 +359,11 @@ __global__ void __launch_bounds__(kResolveThreads, 1)
   } while (!is_dropped && __any_sync(kAll, more));
   if (lane != 0) return;
   const uint8_t status = is_dropped ? kDropped : kKept;
-  if (!is_dropped && is_listed()) {
-    const uint32_t at = atomicAdd(work.kept_count, 1);
-    if (at < kMostListed) work.kept[at] = rank + 1;
-    __threadfence();
-  }
   static_cast<volatile uint8_t*>(decided)[rank - first] = status;
   static_cast<volatile uint8_t*>(work.status)[rank] = status;
+  if (is_dropped || !is_long || *static_cast<volatile uint32_t*>(work.listed) >= kMostListed) return;
+  const uint32_t at = atomicAdd(work.listed, 1);
+  if (at < kMostListed) work.list[at] = rank + 1;
 }
 
 }  // namespace
