@@ -32,12 +32,25 @@ def test_permissions(path):
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_tools_are_locked(path):
+    """What a job runs, and what it installs, has a hash."""
+    for job in jobs(path).values():
+        assert "container" not in job or re.fullmatch(r"[\w./]+:[\w.-]+@sha256:[0-9a-f]{64}", job["container"])
+        for step in job["steps"]:
+            for line in step.get("run", "").splitlines():
+                assert "pip install" not in line or "--require-hashes" in line, line
+                assert not re.search(r"\b(pixi|conda|pipx|npx|curl|wget) ", line), line
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_what_publishes_builds_nothing(path):
     """A job that may write or sign has no code of the repository, whose build runs the code of all that it depends on."""
     for name, job in jobs(path).items():
         if "write" in job.get("permissions", {}).values():
-            used = [step.get("uses", "") + step.get("run", "") for step in job["steps"]]
-            assert not any(text.startswith("actions/checkout@") or "make " in text for text in used), name
+            assert not any("make " in step.get("run", "") for step in job["steps"]), name
+            for step in job["steps"]:
+                if step.get("uses", "").startswith("actions/checkout@"):
+                    assert step["with"]["sparse-checkout"] == "locked", name  # Versions and hashes alone.
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
