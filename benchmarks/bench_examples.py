@@ -1,5 +1,5 @@
-"""The operators of examples/rows and examples/recurrence, made with the helpers for rows and recurrences, next to PyTorch's own,
-compiled ones, Liger's kernels where they are installed, and cuDNN's LSTM.
+"""The operators of examples/rows and examples/recurrence next to PyTorch's own, compiled ones, Liger's kernels where they are
+installed, and cuDNN's LSTM.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Case:
     bytes: int = 0
     operations: int = 0
     part: Function | None = None
-    """What can't be left out of the work, of the same inputs: the sort of nms, the chain of a recurrence. Its time is a limit
-    too, as that of the bytes and of the operations is."""
+    """What can't be left out of the work, of the same inputs: a sort, the chain of a recurrence. Its time is a limit too, as
+    that of the bytes and of the operations is."""
     tolerance: float | None = None
     """How far from the reference a contender may be, relative and absolute; that of the dtype where None."""
     reason: str = ""

@@ -35,10 +35,11 @@ Tensor visiting_order(Launch& launch, const View& scores) {
   const Tensor order = empty(scores, aoti_torch_dtype_int64(), n);
   constexpr int64_t kMostBlocks = 256;  // Beyond, that each box is read by every block costs more than it brings.
   auto run = [&](auto* kernel, int64_t each) {
-    launch(kernel, ceil_div(n, kWarp * each), kRankThreads, 0, data, stride, static_cast<uint32_t>(n),
-           order.mutable_data_ptr<int64_t>());
+    launch(
+        kernel, ceil_div(n, kWarp * each), kRankThreads, 0, data, stride, static_cast<uint32_t>(n),
+        order.mutable_data_ptr<int64_t>());
   };
-  n <= kMostBlocks * kWarp ? run(rank_kernel<1>, 1) : run(rank_kernel<4>, 4);
+  n <= kMostBlocks* kWarp ? run(rank_kernel<1>, 1) : run(rank_kernel<4>, 4);
   return order;
 }
 
@@ -51,11 +52,9 @@ void select_few(
   const Tensor memory = empty(boxes, aoti_torch_dtype_int32(), tiles * tiles * kWarp);
   auto* mask = static_cast<uint32_t*>(memory.mutable_data_ptr());
   launch(
-      classes.values ? mask_kernel<true, T> : mask_kernel<false, T>, ceil_div(pairs, kMaskThreads / kWarp), kMaskThreads,
-      0, source, order, classes, n, threshold, mask);
-  launch(
-      decide_kernel, 1, std::min<int64_t>(tiles * kWarp, kDecideThreads), 0, mask, order, n,
-      out.indices, out.count);
+      classes.values ? mask_kernel<true, T> : mask_kernel<false, T>, ceil_div(pairs, kMaskThreads / kWarp),
+      kMaskThreads, 0, source, order, classes, n, threshold, mask);
+  launch(decide_kernel, 1, std::min<int64_t>(tiles * kWarp, kDecideThreads), 0, mask, order, n, out.indices, out.count);
 }
 
 template <class T, class V = typename Source<T>::V>
@@ -82,13 +81,10 @@ void select_many(
       batched ? resolve_kernel<true, V> : resolve_kernel<false, V>, ceil_div(n, kResolveThreads / kWarp),
       kResolveThreads, 0, static_cast<uint32_t>(n), has_grid, threshold, work);
   const int64_t part = scan_part(n);
-  launch(
-      compact_kernel, ceil_div(n, part), kScanThreads, 0, work.status, order, n, part,
-      out.indices, out.count);
+  launch(compact_kernel, ceil_div(n, part), kScanThreads, 0, work.status, order, n, part, out.indices, out.count);
 }
 
-void select(
-    Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
+void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
   const View& boxes = call.views[0];
   const int64_t n = boxes.sizes[0];
   const Tensor order_of = visiting_order(launch, call.views[1]);
@@ -116,8 +112,7 @@ Tensor first_of(const Tensor& all, int64_t count) {
   return all.numel() > kWorthACopy && 2 * count < all.numel() ? torch::stable::clone(first) : first;
 }
 
-Tensor keep(
-    const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
+Tensor keep(const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
   const Call<3> call(op, {&boxes, &scores, idxs});
   Launch launch(op.name(), call.views[0]);
   if (launch.is_capturing()) {

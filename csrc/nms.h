@@ -134,9 +134,9 @@ EXTENSION_CPP_INLINE Interval<V> reach(const Threshold<V>& threshold, V low, V h
   return {sum - distance, sum + distance};
 }
 
-// Cells along one axis, by the sum of low and high: segments that are cut evenly into cells. Monotone in the sum, so that
-// the cells from that of a range's low end to that of its high end have every box in the range; what lies outside is in
-// the outer cells.
+// Cells along one axis, by the sum of low and high: segments that are cut evenly into cells. Monotone in the sum, so
+// that the cells from that of a range's low end to that of its high end have every box in the range; what lies outside
+// is in the outer cells.
 template <class V>
 struct Axis {
   static constexpr int kMostSegments = 32, kSample = 256;

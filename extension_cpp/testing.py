@@ -321,10 +321,13 @@ class Contract:
     def compare_with_reference(self, args: Args) -> None:
         """Within the rounding error that the operator declares, of the reference in float64."""
         op = self.op
-        if op.exact:
+        # Triton's interpreter, which takes the kernels on a CPU, rounds bfloat16 in its own way.
+        interpreted = self.backend == "triton" and not any(t.is_cuda for t in tensors(args))
+        if op.exact or (op.operator.declared.exact and not interpreted):
             expected = run(op, op.reference, map_tensors(clone, args))
             for got, want in zip(self.results_of(args), expected):
-                why = "exact=True of the Case wants its bits; ulps= instead allows rounding"
+                where = "Case" if op.exact else "declaration"
+                why = f"exact=True of the {where} wants its bits; ulps= instead allows rounding"
                 assert same_bits(got, want), f"{got}, expected {want}, on {describe(args)}; {why}"
             return
         exact = map_tensors(widened, args)

@@ -49,6 +49,32 @@ def test_sparse_is_refused(function):
         function(torch.eye(3).to_sparse())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_small_tensors_have_derivatives_of_pytorch(dtype):
+    """On a GPU, for a call that records one: with the bits of the kernel, which large tensors and a backend asked for get."""
+    calls = {
+        "add_one": (extension_cpp.add_one, lambda a, b: (a,)),
+        "my_op": (extension_cpp.my_op, lambda a, b: (a, 1 / 3)),
+        "mymul": (extension_cpp.mymul, lambda a, b: (a, b)),
+    }
+    for function, arguments in calls.values():
+        for n, small in ((1000, True), (2**22 + 1, False)):
+            a, b = torch.randn(2, n, device="cuda").to(dtype).unbind()
+            args = arguments(a.requires_grad_(), b)
+            recorded = function(*args)
+            node = recorded.grad_fn.name()
+            assert (node in ("AddBackward0", "MulBackward0")) == small, node
+            with torch.no_grad():
+                assert same_bits(recorded.detach(), function(*args))
+            with extension_cpp.use_backend("native"):
+                assert function(*args).grad_fn.name() not in ("AddBackward0", "MulBackward0")
+    with pytest.raises(RuntimeError, match="^mymul: b must have dtype"):
+        extension_cpp.mymul(a, b.to(torch.int32))
+    with pytest.raises(RuntimeError, match="^my_op: "):
+        extension_cpp.my_op(a, "3")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @given(data=st.data())

@@ -146,7 +146,7 @@ def page(found: list[Results]) -> str:
     text += (
         " in which ours and its peers\ntake turns. The limit is the time that a case's bytes or operations take at the"
     )
-    text += " machine's rates, or a part of the work that can't\nbe left out, as the sort of nms: measured in the same run.\n"
+    text += " machine's rates, or that of a part\nthat can't be left out, as a sort: all measured in the same run.\n"
     operators = [results for results in found if results.of_operators]
     if operators:
         text += (

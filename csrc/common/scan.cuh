@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   if (end == n && threadIdx.x == 0) starts[n] = before;
 }
 
-// The values for which the lowest bit of `keep` is set, in order, then -1, and how many they are. As scan_kernel; `keep`
-// goes on with zeros to a multiple of 16.
+// The values for which the lowest bit of `keep` is set, in order, then -1, and how many they are. As scan_kernel;
+// `keep` goes on with zeros to a multiple of 16.
 __global__ void __launch_bounds__(kScanThreads, 1)
     compact_kernel(const uint8_t* keep, const int64_t* values, int64_t n, int64_t part, int64_t* out, int64_t* count) {
   const int64_t begin = blockIdx.x * part, end = min(begin + part, n);

@@ -13,7 +13,7 @@ namespace extension_cpp::nms {
 namespace {
 
 constexpr int64_t kFewBoxes = 4096, kMostToRank = 16384;
-constexpr int kRankThreads = 1024, kMaskThreads = 128, kDecideThreads = 512;
+constexpr int kRankThreads = 1024, kMaskThreads = 128, kDecideThreads = 1024;
 
 // A number that is less the earlier a box is visited, and no two are equal.
 __device__ __forceinline__ uint64_t visit_key(float score, uint32_t index) {
@@ -102,98 +102,53 @@ __global__ void __launch_bounds__(kMaskThreads) mask_kernel(
   mask[other_tile * tiles_of(n) * kWarp + rank] = bits;
 }
 
-// One block. Its first warp decides a tile after the other: what it waits for are the tiles that it has just decided, in
-// its registers, and whether tiles further back suppress a box, which the other warps look up meanwhile.
+// One block. A warp has every so many-th tile, takes out what the tiles before it suppress as soon as each is decided,
+// and decides its own. What one tile waits for is the tile before, which takes some hundred cycles and no barrier.
 __global__ void __launch_bounds__(kDecideThreads, 1)
     decide_kernel(const uint32_t* mask, const int64_t* order, uint32_t n, int64_t* out, int64_t* count) {
-  constexpr uint32_t kMostTiles = kFewBoxes / kWarp, kNear = 8, kGroup = 4, kBatch = 32, kDue = 8;
-  constexpr uint64_t kReady = uint64_t{1} << 32;  // Above the bits, for one access to both.
-  __shared__ uint64_t kept[kMostTiles], dropped_before[kMostTiles];
+  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 32;
+  constexpr uint32_t kNext = 2;                     // So many tiles ahead a warp doesn't sleep while it waits.
+  constexpr uint64_t kDecided = uint64_t{1} << 32;  // Above a tile's bits, for one access to both.
+  __shared__ uint64_t decided[kMostTiles];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const uint32_t tiles = tiles_of(n), stride = tiles * kWarp;
-  for (uint32_t t = threadIdx.x; t < tiles; t += blockDim.x) kept[t] = dropped_before[t] = 0;
+  for (uint32_t t = threadIdx.x; t < tiles; t += blockDim.x) decided[t] = 0;
   __syncthreads();
-  if (warp == 0) {
-    uint32_t recent[kNear] = {};  // What is kept of the tile before, and of those before that.
-    uint32_t next[kGroup][kNear + 1];
-    auto load = [&](uint32_t base) {
+  for (uint32_t tile = warp; tile < tiles; tile += warps) {
+    const uint32_t rank = tile * kWarp + lane, own = mask[tile * stride + rank];
+    uint32_t hit = rank >= n;
+    for (uint32_t begin = 0; begin < tile; begin += kAhead) {
+      uint32_t words[kAhead];
 #pragma unroll
-      for (uint32_t g = 0; g < kGroup; ++g) {
+      for (int k = 0; k < kAhead; ++k) words[k] = begin + k < tile ? mask[(begin + k) * stride + rank] : 0;
 #pragma unroll
-        for (uint32_t k = 0; k <= kNear; ++k) {
-          const uint32_t tile = base + g;
-          next[g][k] = tile < tiles && k <= tile ? mask[(tile - k) * stride + tile * kWarp + lane] : 0;
+      for (int k = 0; k < kAhead; ++k) {
+        if (begin + k >= tile) break;
+        uint64_t kept;
+        while ((kept = *static_cast<volatile uint64_t*>(decided + begin + k)) == 0) {
+          if (begin + k + kNext < tile) __nanosleep(20);  // Else those that wait take the turns of the one that works.
         }
-      }
-    };
-    load(0);
-    for (uint32_t base = 0; base < tiles; base += kGroup) {
-      uint32_t words[kGroup][kNear + 1];
-#pragma unroll
-      for (uint32_t g = 0; g < kGroup; ++g) {
-#pragma unroll
-        for (uint32_t k = 0; k <= kNear; ++k) words[g][k] = next[g][k];
-      }
-      load(base + kGroup);
-#pragma unroll
-      for (uint32_t g = 0; g < kGroup; ++g) {
-        const uint32_t tile = base + g;
-        if (tile >= tiles) break;
-        uint32_t hit = tile * kWarp + lane >= n;
-        if (tile > kNear) {
-          uint64_t before;
-          while ((before = *static_cast<volatile uint64_t*>(dropped_before + tile)) == 0) {
-          }
-          hit |= static_cast<uint32_t>(before) >> lane & 1;
-        }
-#pragma unroll
-        for (uint32_t k = kNear; k > 0; --k) hit |= words[g][k] & recent[k - 1];
-        // Of the tile, those that nothing kept suppresses: after as many turns as the longest chain has links.
-        uint32_t last, now = __ballot_sync(kAll, hit == 0);
-        do {
-          last = now;
-          now = __ballot_sync(kAll, hit == 0 && (words[g][0] & last) == 0);
-        } while (now != last);
-        if (lane == 0) *static_cast<volatile uint64_t*>(kept + tile) = kReady | now;
-#pragma unroll
-        for (uint32_t k = kNear - 1; k > 0; --k) recent[k] = recent[k - 1];
-        recent[0] = now;
+        hit |= words[k] & static_cast<uint32_t>(kept);
       }
     }
-  } else {
-    for (uint32_t tile = kNear + warp; tile < tiles; tile += warps - 1) {
-      const uint32_t end = tile - kNear;
-      uint32_t hit = 0;
-      for (uint32_t begin = 0; begin < end; begin += kBatch) {
-        uint32_t words[kBatch];
-#pragma unroll
-        for (uint32_t k = 0; k < kBatch; ++k) {
-          words[k] = begin + k < end ? mask[(begin + k) * stride + tile * kWarp + lane] : 0;
-        }
-#pragma unroll
-        for (uint32_t k = 0; k < kBatch; ++k) {
-          if (begin + k >= end) break;
-          uint64_t of_tile;
-          while ((of_tile = *static_cast<volatile uint64_t*>(kept + begin + k)) == 0) {
-            if (begin + k + kDue < end) __nanosleep(100);  // Else those that wait take the turns of the one that decides.
-          }
-          hit |= words[k] & static_cast<uint32_t>(of_tile);
-        }
-      }
-      const uint32_t dropped = __ballot_sync(kAll, hit != 0);
-      if (lane == 0) *static_cast<volatile uint64_t*>(dropped_before + tile) = kReady | dropped;
-    }
+    // Of the ranks in the tile, those that nothing kept suppresses: after as many turns as the longest chain has links.
+    uint32_t last, now = __ballot_sync(kAll, hit == 0);
+    do {
+      last = now;
+      now = __ballot_sync(kAll, hit == 0 && (own & last) == 0);
+    } while (now != last);
+    if (lane == 0) *static_cast<volatile uint64_t*>(decided + tile) = kDecided | now;
   }
   __syncthreads();
   for (uint32_t tile = warp; tile < tiles; tile += warps) {
     uint32_t before = 0, all = 0;
     for (uint32_t t = lane; t < tiles; t += kWarp) {
-      const uint32_t ones = __popc(static_cast<uint32_t>(kept[t]));
+      const uint32_t ones = __popc(static_cast<uint32_t>(decided[t]));
       all += ones;
       if (t < tile) before += ones;
     }
     before = warp_sum(before), all = warp_sum(all);
-    const uint32_t rank = tile * kWarp + lane, ones = kept[tile];
+    const uint32_t rank = tile * kWarp + lane, ones = decided[tile];
     if (ones >> lane & 1) out[before + __popc(ones & ((1u << lane) - 1))] = order[rank];
     if (rank >= all && rank < n) out[rank] = -1;
     if (rank == 0) *count = all;

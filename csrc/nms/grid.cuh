@@ -2,10 +2,10 @@
 //
 // Sorted by score, a box's rank is its place in the order of visits. fit_kernel makes the grid; prepare_kernel brings
 // the boxes into order and counts those in each cell; scan_kernel adds up the counts; scatter_kernel puts the boxes in
-// order of cells, where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a warp
-// a box; compact_kernel writes the indices of those kept. Where less lies before a box than near it, as among boxes that
-// all overlap, it looks at what is before it, from the first rank on: most of the boxes kept are there. With a threshold
-// below zero that is all there is to do.
+// order of cells, where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a
+// warp a box; compact_kernel writes the indices of those kept. Where less lies before a box than near it, as among
+// boxes that all overlap, it looks at what is before it, from the first rank on: most of the boxes kept are there. With
+// a threshold below zero that is all there is to do.
 //
 // Why resolve_kernel is right: a box is kept if and only if no kept box of a lower rank suppresses it. Its status is
 // final once written, and written once all boxes of lower rank that suppress it are final or one of them is kept; so by
@@ -28,8 +28,8 @@ constexpr uint32_t kNone = 0xffffffff, kMostListed = 4096;
 enum : uint8_t { kUndecided = 0, kKept = 1, kDropped = 2 };
 
 // The axes are cut where the boxes of a sample are, into segments with as many of them each: so a few boxes far off the
-// others, or most boxes in a small part of the field, leave no cell with nearly all boxes. Classes share groups, of which
-// each has a part of the cells.
+// others, or most boxes in a small part of the field, leave no cell with nearly all boxes. Classes share groups, of
+// which each has a part of the cells.
 template <class V>
 struct Grid {
   // The cell at the beginning of a row.
@@ -96,15 +96,15 @@ struct Work {
   }
 
   int64_t bytes = 0, zeroed;
-  uint32_t* ticket;     // the next rank to be drawn
-  Bits* greatest_side;  // width and height
+  uint32_t* ticket;         // the next rank to be drawn
+  Bits* greatest_side;      // width and height
   uint32_t *listed, *list;  // How many, and ranks of boxes that are kept, plus one, as they come.
   uint32_t *counts, *starts;
   Grid<V>* grid;
-  Box<V>*ranked, *entries;             // in order of rank, and of cell
-  int64_t *classes, *entry_classes;    // the same
+  Box<V>*ranked, *entries;               // in order of rank, and of cell
+  int64_t *classes, *entry_classes;      // the same
   uint32_t *entry_ranks, *cell, *place;  // of ranks: the cell, and the place in it
-  uint8_t* status;                     // of ranks
+  uint8_t* status;                       // of ranks
 };
 
 // Raises a number that isn't negative; its bits are in the same order.
@@ -161,7 +161,9 @@ __global__ void __launch_bounds__(kFitThreads)
   auto set = [&](int k, const Axis<V>& axis, Axis<V>& to) {
     const int segment = static_cast<int>(threadIdx.x) - k * kSegments;
     if (segment < 0 || segment >= axis.segments) return;
-    const auto quantile = [&](int s) { return taking_part == 0 ? V(0) : sorted[k][s * (taking_part - 1) / axis.segments]; };
+    const auto quantile = [&](int s) {
+      return taking_part == 0 ? V(0) : sorted[k][s * (taking_part - 1) / axis.segments];
+    };
     to.segments = axis.segments, to.cells = axis.cells;
     to.set(segment, quantile(segment), quantile(segment + 1));
   };
@@ -171,8 +173,8 @@ __global__ void __launch_bounds__(kFitThreads)
 
 // A thread a rank; the last block goes on to the end of its share of `status`, which compact_kernel reads in vectors.
 template <bool kGrid, class T, class V = typename Source<T>::V>
-__global__ void __launch_bounds__(kThreads)
-    prepare_kernel(Source<T> source, const int64_t* order, Classes classes, int64_t n, Threshold<V> threshold, Work<V> work) {
+__global__ void __launch_bounds__(kThreads) prepare_kernel(
+    Source<T> source, const int64_t* order, Classes classes, int64_t n, Threshold<V> threshold, Work<V> work) {
   __shared__ Grid<V> grid;
   if constexpr (kGrid) {
     for (int k = threadIdx.x; k < static_cast<int>(sizeof(grid) / sizeof(int)); k += kThreads) {
@@ -241,8 +243,10 @@ __global__ void __launch_bounds__(kResolveThreads, 1)
   constexpr uint32_t kRanks = kResolveThreads / kWarp;
   constexpr uint32_t kChunk = 8 * kWarp;  // Between two a warp looks whether it is done.
   constexpr uint32_t kLong = 16384;
+  constexpr int kLooks = 8;  // of a lane that waits, before it asks what the others saw: most wait for one alone
   __shared__ uint32_t drawn;
-  __shared__ uint8_t decided[kRanks];  // As work.status, of the block's own ranks, which wait for one another in chains.
+  __shared__ uint8_t
+      decided[kRanks];  // As work.status, of the block's own ranks, which wait for one another in chains.
   if (threadIdx.x == 0) drawn = atomicAdd(work.ticket, kRanks);
   if (threadIdx.x < kRanks) decided[threadIdx.x] = kUndecided;
   __syncthreads();
@@ -346,12 +350,11 @@ __global__ void __launch_bounds__(kResolveThreads, 1)
     is_dropped = look();
     for (bool waits = !is_dropped && __any_sync(kAll, waits_for != kNone); waits;) {
       if (waits_for != kNone) {
-        const bool is_own = waits_for >= first;
-        const uint8_t* of = is_own ? decided + (waits_for - first) : work.status + waits_for;
-        const uint8_t status = *static_cast<const volatile uint8_t*>(of);
+        const uint8_t* of = waits_for >= first ? decided + (waits_for - first) : work.status + waits_for;
+        uint8_t status = kUndecided;
+        for (int k = 0; k < kLooks && status == kUndecided; ++k) status = *static_cast<const volatile uint8_t*>(of);
         dropped = status == kKept;
         if (status != kUndecided) waits_for = kNone;
-        if (status == kUndecided && !is_own) __nanosleep(20);
       }
       is_dropped = __any_sync(kAll, dropped);
       waits = !is_dropped && __any_sync(kAll, waits_for != kNone);

@@ -72,6 +72,8 @@ _HELPERS = {
     "_forward_ad": forward_ad,
     "_Tensor": Tensor,
     "_Parameter": Parameter,
+    "_floating": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "_strided": torch.strided,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
@@ -121,6 +123,10 @@ class operator:
     """What torch.compile's Inductor fuses with the operators around it, in place of a call of the kernel, for float32 and
     float64: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the reference.
     On CUDA Inductor contracts a product with a sum after it, of this operator or the next."""
+    exact: bool = False
+    """Whether the reference of an elementwise operator has the kernels' bits, in every dtype. Then it stands in where the
+    derivative would take longer in Python than in PyTorch's own operators: for calls that record one on a GPU, unless the
+    tensors are large."""
     triton: bool | str = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of such a module."""
     public: bool = True
@@ -207,6 +213,8 @@ class Operator:
                     has = repr(argument.default_value) if argument.has_default_value() else "none"
                     what = f"the default of {argument.name} in its reference"
                     fail(self.name, f"{what} must be that of its schema, {has}, got {given[argument.name]!r}")
+        if declared.exact and not self.signature.elementwise:
+            fail(self.name, "exact=True is for elementwise operators: leave it out of the declaration")
         results = len(self.schema.returns)
         known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
         taken = (
@@ -363,29 +371,41 @@ class Operator:
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         # As uses_only_ours has them.
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
-        ways = ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
-        if self.differentiable or self.written:
-            ways = [f"({' or '.join(grads)}) and _grad_enabled()", *ways, "_forward_ad._current_level >= 0"]
-        ways.insert(0, "_function_modes()")  # They see what is asked of a tensor.
+        ways = ["_function_modes()"]  # They see what is asked of a tensor.
+        recorded = f"({' or '.join(grads)}) and _grad_enabled()" if self.differentiable or self.written else ""
+        own = "" if not (self.declared.exact and self.differentiable) else " and ".join(self._alike())
+        if recorded and not own:
+            ways.append(recorded)
+        ways += ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
+        if recorded:
+            ways.append("_forward_ad._current_level >= 0")
         ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
-        kernel = f"_call(_kernel, {', '.join(arguments)})"
-        quick = [
+        test = [f"        if {' and '.join(plain)} and not ({' or '.join(ways)}):"]
+        kernel = [
             "            try:",
-            f"                return {kernel}",
+            f"                return _call(_kernel, {', '.join(arguments)})",
             "            except (RuntimeError, MemoryError) as error:",
             "                raise _explain(error) from None",
         ]
-        test = f"        if {' and '.join(plain)} and not ({' or '.join(ways)}):"
+        quick = [*test, *kernel]
+        if own:
+            quick = [
+                *test,
+                f"          if not ({recorded}):",
+                *kernel,
+                f"          if {own} and not (_tracing() or _autocast()):",
+                f"            return _reference({', '.join(arguments)})",
+            ]
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
-            test, quick = "", []
+            quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
         scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_explain": self.explain}
+        scope |= {"_reference": self.reference, "_tracing": _is_tracing, "_autocast": _is_any_autocast_enabled}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
                 f"def make({', '.join(scope)}):",
                 f"    def {self.name}({', '.join(parameters)}):",
-                *([test] if test else []),
                 *quick,
                 f"        return _general({', '.join(arguments)})",
                 f"    return {self.name}",
@@ -404,6 +424,15 @@ class Operator:
         }
         function.operator = self
         return function
+
+    def _alike(self) -> list[str]:
+        """Whether a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what a kernel
+        of ours saves; of tensors on a GPU that need no more checks than these.
+        """
+        first, *others = (self.names[i] for i in self.tensors)
+        same = [f"{name}.{what} == {first}.{what}" for name in others for what in ("shape", "dtype", "device")]
+        kind = [f"{t}.layout is _strided and not {t}.is_nested and {t}.data_ptr() != 0" for t in (first, *others)]
+        return [f"{first}.is_cuda and {first}.numel() <= {2**22} and {first}.dtype in _floating", *same, *kind]
 
     def _make_general(self) -> Callable:
         packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors

@@ -16,7 +16,7 @@ def _my_op_backward(grad: Tensor, scalar_arg: float) -> Tensor:
     return my_op(grad, scalar_arg)
 
 
-@operator(backward=_add_one_backward, fused=True, triton=True)
+@operator(backward=_add_one_backward, fused=True, exact=True, triton=True)
 def add_one(input: Tensor) -> Tensor:
     r"""Add one: :math:`\text{input} + 1`, elementwise.
 
@@ -39,7 +39,7 @@ def add_one(input: Tensor) -> Tensor:
     return input + 1
 
 
-@operator(backward=_my_op_backward, fused=_fused.multiply, triton=True)
+@operator(backward=_my_op_backward, fused=_fused.multiply, exact=True, triton=True)
 def my_op(input: Tensor, scalar_arg: float) -> Tensor:
     r"""Scale: :math:`\text{input} \cdot \text{scalar\_arg}`, elementwise.
 

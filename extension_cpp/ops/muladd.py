@@ -52,7 +52,7 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     return (a * b).copy_(a.float() * b.float() + c)  # Of the strides that a conversion of the inputs may lose.
 
 
-@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, fused=_fused.multiply, triton=True)
+@operator(backward=_backward, saved_for={"a": "b", "b": "a"}, fused=_fused.multiply, exact=True, triton=True)
 def mymul(a: Tensor, b: Tensor) -> Tensor:
     r"""Multiply: :math:`a \cdot b`, elementwise.
 

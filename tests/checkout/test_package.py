@@ -182,7 +182,16 @@ class TestRecipe:
     def test_sources(self):
         """What `make package` looks at for changes is what the recipe packs: what git has, without tests/checkout."""
         tracked = subprocess.check_output(["git", "ls-files"], text=True, cwd=ROOT).splitlines()
-        parts = ("csrc/", "extension_cpp/", "extension_cpp_autoload.py", "tests/", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+        parts = (
+            "csrc/",
+            "extension_cpp/",
+            "extension_cpp_autoload.py",
+            "tests/",
+            "setup.py",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        )
         wanted = {name for name in tracked if name.startswith(parts) and not name.startswith("tests/checkout/")}
         found = {path.relative_to(ROOT).as_posix() for path in package.source_files()}
         assert wanted <= found and not [name for name in found if "__pycache__" in name or name.endswith(".so")]
