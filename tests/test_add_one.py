@@ -69,9 +69,9 @@ def test_small_tensors_have_derivatives_of_pytorch(dtype):
                 assert same_bits(recorded.detach(), function(*args))
             with extension_cpp.use_backend("native"):
                 assert function(*args).grad_fn.name() not in ("AddBackward0", "MulBackward0")
-    with pytest.raises(RuntimeError, match="^mymul: b must have dtype"):
+    with pytest.raises(RuntimeError, match=r"^mymul: b must have dtype"):
         extension_cpp.mymul(a, b.to(torch.int32))
-    with pytest.raises(RuntimeError, match="^my_op: "):
+    with pytest.raises(RuntimeError, match=r"^my_op: "):
         extension_cpp.my_op(a, "3")
 
 
