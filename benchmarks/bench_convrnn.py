@@ -14,7 +14,10 @@ from benchmarks.contenders import backward, compiled, graphed
 from benchmarks.harness import OURS, Case, Function
 from extension_cpp.ops._operator import reference_of
 
-SIZES = {"cpu": [(2, 10, 64), (32, 128, 16), (32, 256, 512)], "cuda": [(2, 10, 64), (32, 256, 512), (64, 1024, 1024)]}
+SIZES = {
+    "cpu": [(2, 10, 64), (32, 128, 16), (32, 256, 512), (1, 256, 4096)],
+    "cuda": [(2, 10, 64), (32, 256, 512), (128, 256, 256), (64, 1024, 1024), (1, 512, 4096), (4, 64, 16384)],
+}
 STEPS = {"cpu": (16, 64), "cuda": (16, 64, 1024)}  # of a curve that has one of the sizes on it
 TAPS = 3
 

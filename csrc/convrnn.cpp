@@ -65,16 +65,51 @@ struct Ring {
   Ring(int64_t n, int64_t padded, int64_t taps, int64_t before)
       : n(n), before(before), after(taps - 1 - before), values(padded + taps - 1) {}
 
-  template <class T>
-  void fill(const T* from, int64_t step) {
-    V* at = values.data() + before;
-    read(from, step, at, n);
+  V* state() { return values.data() + before; }
+
+  void close() {
+    V* at = state();
     for (int64_t i = 0; i < before; ++i) values[i] = at[n - before + i];
     for (int64_t i = 0; i < after; ++i) at[n + i] = at[i];
   }
 
   int64_t n, before, after;
   std::vector<V> values;
+};
+
+// As read, of a ring of n elements from `first` on.
+template <class T, class V>
+void read_around(const T* from, int64_t step, int64_t n, int64_t first, V* to, int64_t count) {
+  for (int64_t size; count > 0; first = 0, to += size, count -= size) {
+    size = std::min(n - first, count);
+    read(from + first * step, step, to, size);
+  }
+}
+
+// What goes to threads: rows, or parts of long rows where these are few. A part computes, beyond both its ends, what
+// its neighbours have: as a ring of its own, of which a step makes as many elements wrong as it reads beyond the ends.
+// So parts meet only every `steps` steps. How many there are depends on sizes alone, and with it the order of sums.
+struct Parts {
+  Parts(const Sizes& sizes, int64_t steps, int64_t before) : own(sizes.width), steps(std::max<int64_t>(steps, 1)) {
+    constexpr int64_t kMost = 64, kLeast = 1024, kShare = 16;  // A kShare-th of a part is others'.
+    const int64_t lost = sizes.taps - 1;
+    count = std::min(sizes.width / std::max(kLeast, 4 * kShare * lost), kMost / std::max<int64_t>(sizes.batch, 1));
+    if (count >= 2) {
+      own = (sizes.width + count - 1) / count;
+      count = (sizes.width + own - 1) / own;
+      this->steps = std::min(this->steps, own / kShare / std::max<int64_t>(lost, 1));
+      margin = before * this->steps;
+      span = own + lost * this->steps;
+    } else {
+      count = 1, span = own;
+    }
+    padded = (span + kLanes - 1) / kLanes * kLanes;
+  }
+
+  int64_t count, own;    // of a row; elements of a part
+  int64_t steps;         // between two meetings
+  int64_t margin = 0;    // before its own elements
+  int64_t span, padded;  // with others' elements; to a multiple of kLanes
 };
 
 template <class T, class V>
@@ -85,16 +120,19 @@ std::vector<V> weights_of(const View& kernel) {
   return weights;
 }
 
-// In parallel over the rows of the batch, where there is enough to do.
+// Calls body(begin, end, from, to) for parts and `steps` steps, in parallel over parts where there is enough to do.
 template <class Body>
-void for_rows(const Sizes& sizes, const Body& body) {
+void for_parts(const Sizes& sizes, const Parts& parts, int64_t steps, const Body& body) {
   constexpr int64_t kGrain = 16'384;  // elements worth a thread
-  if (sizes.batch == 0) return;
-  const auto groups = static_cast<double>(1 + sizes.taps / kLanes);
-  const double work = static_cast<double>(sizes.steps + 1) * static_cast<double>(sizes.width) * groups;
-  const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
-  if (sizes.batch <= grain) return body(0, sizes.batch);
-  parallel_for(0, sizes.batch, grain, body);
+  const int64_t items = sizes.batch * parts.count;
+  for (int64_t from = 0; items > 0 && (from == 0 || from < steps); from += parts.steps) {
+    const int64_t to = std::min(from + parts.steps, steps);
+    const auto groups = static_cast<double>(1 + sizes.taps / kLanes);
+    const double work = static_cast<double>(to - from + 1) * static_cast<double>(parts.span) * groups;
+    const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
+    const auto some = [&](int64_t begin, int64_t end) { body(begin, end, from, to); };
+    items <= grain ? some(0, items) : parallel_for(0, items, grain, some);
+  }
 }
 
 struct OnCpu {
@@ -103,26 +141,39 @@ struct OnCpu {
     dispatch(Floating(), kForward.name(), x.dtype, [&]<class T>(T) {
       using V = typename Compute<T>::type;
       const auto weights = weights_of<T, V>(kernel);
-      const Rows<const T> from = rows<T>(x), first = rows<T>(hidden);
+      const Rows<const T> inputs = rows<T>(x), initial = rows<T>(hidden);
       T* const out = static_cast<T*>(y.mutable_data_ptr());
-      const int64_t n = sizes.width, padded = (n + kLanes - 1) / kLanes * kLanes;
-      for_rows(sizes, [&](int64_t begin, int64_t end) {
-        Ring<V> state(n, padded, sizes.taps, sizes.taps / 2);
-        std::vector<V> sums(padded);
+      const int64_t n = sizes.width;
+      const Parts parts(sizes, sizes.steps, sizes.taps / 2);
+      for_parts(sizes, parts, sizes.steps, [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
+        Ring<V> state(parts.span, parts.padded, sizes.taps, sizes.taps / 2);
+        std::vector<V> sums(parts.padded);
+        std::vector<T> made(parts.count > 1 ? parts.span : 0);
         simd::run([&] {
-          T* to = out + begin * (sizes.steps + 1) * n;
-          for (int64_t b = begin; b < end; ++b) {
-            const T* initial = first.row(b, 0);
-            for (int64_t i = 0; i < n; ++i) to[i] = initial[i * first.along];
-            for (int64_t t = 0; t < sizes.steps; ++t, to += n) {
-              state.fill(to, 1);
-              read(from.row(b, t), from.along, sums.data(), n);
-              convolve(state.values.data(), weights, sums.data(), padded);
-              V* z = sums.data();
-              for (int64_t i = 0; i < padded; ++i) z[i] = hyperbolic_tangent(z[i]);
-              write(to + n, z, n);
+          for (int64_t item = begin; item < end; ++item) {
+            const int64_t b = item / parts.count, at = item % parts.count * parts.own,
+                          own = std::min(parts.own, n - at);
+            const int64_t first = (at + (parts.margin / n + 1) * n - parts.margin) % n;
+            T* row = out + (b * (sizes.steps + 1) + from) * n;
+            if (from == 0) {
+              const T* const h = initial.row(b, 0);
+              for (int64_t i = at; i < at + own; ++i) row[i] = h[i * initial.along];
+              read_around(h, initial.along, n, first, state.state(), parts.span);
+            } else {
+              read_around(row, 1, n, first, state.state(), parts.span);
             }
-            to += n;
+            for (int64_t t = from; t < to; ++t) {
+              row += n;
+              state.close();
+              read_around(inputs.row(b, t), inputs.along, n, first, sums.data(), parts.span);
+              convolve(state.values.data(), weights, sums.data(), parts.padded);
+              V* z = sums.data();
+              for (int64_t i = 0; i < parts.padded; ++i) z[i] = hyperbolic_tangent(z[i]);
+              T* const h = parts.count > 1 ? made.data() : row;
+              write(h, z, parts.span);
+              if (parts.count > 1) std::copy_n(h + parts.margin, own, row + at);
+              read(h, 1, state.state(), parts.span);
+            }
           }
         });
       });
@@ -140,44 +191,59 @@ struct OnCpu {
       const Rows<const T> grads = rows<T>(grad), states = rows<T>(y);
       T* const out_x = static_cast<T*>(grad_x.mutable_data_ptr());
       T* const out_hidden = static_cast<T*>(grad_hidden.mutable_data_ptr());
-      const int64_t n = sizes.width, taps = sizes.taps, padded = (n + kLanes - 1) / kLanes * kLanes;
-      std::vector<double> parts(grad_kernel ? sizes.batch * taps : 0);  // of each row of the batch
-      for_rows(sizes, [&](int64_t begin, int64_t end) {
-        Ring<V> deltas(n, padded, taps, taps - 1 - taps / 2);
-        std::vector<V> sums(padded), from_later(padded), now(padded), before(padded);
+      const int64_t n = sizes.width, taps = sizes.taps, last = taps - 1 - taps / 2;
+      const Parts parts(sizes, sizes.steps + 1, last);
+      std::vector<double> products(grad_kernel ? sizes.batch * parts.count * taps : 0);
+      for_parts(sizes, parts, sizes.steps + 1, [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
+        Ring<V> deltas(parts.span, parts.padded, taps, last);
+        std::vector<V> sums(parts.padded), state(parts.padded);
+        std::vector<T> made(parts.count > 1 ? parts.span : 0);
         std::vector<double> totals(taps * kLanes);
         simd::run([&] {
-          for (int64_t b = begin; b < end; ++b) {
-            std::fill(from_later.begin(), from_later.end(), V(0));
+          for (int64_t item = begin; item < end; ++item) {
+            const int64_t b = item / parts.count, at = item % parts.count * parts.own,
+                          own = std::min(parts.own, n - at);
+            const int64_t first = (at + (parts.margin / n + 1) * n - parts.margin) % n;
             std::fill(totals.begin(), totals.end(), 0.0);
-            read(states.row(b, sizes.steps), states.along, now.data(), n);
-            for (int64_t t = sizes.steps; t > 0; --t) {
-              T* const to = out_x + (b * sizes.steps + t - 1) * n;
-              read(grads.row(b, t), grads.along, sums.data(), n);
-              V *delta = sums.data(), *g = from_later.data(), *h = now.data();
-#pragma GCC ivdep
-              for (int64_t i = 0; i < padded; ++i) delta[i] = (delta[i] + g[i]) * ((1 - h[i]) * (1 + h[i]));
-              write(to, delta, n);
-              deltas.fill(to, 1);
-              for (int64_t i = 0; i < padded; ++i) g[i] = 0;
-              convolve(deltas.values.data(), weights, g, padded);
-              read(states.row(b, t - 1), states.along, before.data(), n);
-              for (int64_t k = 0; grad_kernel && k < taps; ++k) {
-                add_products(deltas.values.data() + taps - 1 - k, before.data(), totals.data() + k * kLanes, n);
+            for (int64_t i = from; i < to; ++i) {
+              const int64_t t = sizes.steps - i;
+              T* const row = out_x + (b * sizes.steps + t) * n;  // of t + 1
+              V *const g = sums.data(), *const h = state.data();
+              read_around(states.row(b, t), states.along, n, first, h, parts.span);
+              for (int64_t j = 0; j < parts.padded; ++j) g[j] = 0;
+              if (i > 0) {
+                if (i == from) read_around(row, 1, n, first, deltas.state(), parts.span);
+                deltas.close();
+                convolve(deltas.values.data(), weights, g, parts.padded);
+                for (int64_t k = 0; grad_kernel && k < taps; ++k) {
+                  const V* const shifted = deltas.values.data() + parts.margin + taps - 1 - k;
+                  add_products(shifted, h + parts.margin, totals.data() + k * kLanes, own);
+                }
               }
-              now.swap(before);
+              read_around(grads.row(b, t), grads.along, n, first, deltas.state(), parts.span);
+              const V* const now = deltas.state();
+#pragma GCC ivdep
+              for (int64_t j = 0; j < parts.span; ++j) g[j] += now[j];
+              if (t == 0) {
+                for (int64_t j = 0; j < own; ++j) store(out_hidden[b * n + at + j], g[parts.margin + j]);
+                continue;
+              }
+#pragma GCC ivdep
+              for (int64_t j = 0; j < parts.span; ++j) g[j] *= (1 - h[j]) * (1 + h[j]);
+              T* const delta = parts.count > 1 ? made.data() : row - n;
+              write(delta, g, parts.span);
+              if (parts.count > 1) std::copy_n(delta + parts.margin, own, row - n + at);
+              read(delta, 1, deltas.state(), parts.span);
             }
-            read(grads.row(b, 0), grads.along, sums.data(), n);
-            for (int64_t i = 0; i < n; ++i) store(out_hidden[b * n + i], sums[i] + from_later[i]);
             for (int64_t k = 0; grad_kernel && k < taps; ++k) {
-              for (int64_t l = 0; l < kLanes; ++l) parts[b * taps + k] += totals[k * kLanes + l];
+              for (int64_t l = 0; l < kLanes; ++l) products[item * taps + k] += totals[k * kLanes + l];
             }
           }
         });
       });
       for (int64_t k = 0; grad_kernel && k < taps; ++k) {
         double sum = 0;
-        for (int64_t b = 0; b < sizes.batch; ++b) sum += parts[b * taps + k];
+        for (int64_t item = 0; item < sizes.batch * parts.count; ++item) sum += products[item * taps + k];
         store(static_cast<T*>(grad_kernel->mutable_data_ptr())[k], static_cast<V>(sum));
       }
     });

@@ -30,10 +30,12 @@ SIZES = [  # B, T, H, K
     (2, 20, 65, 3),  # More than a round of what CUDA loads ahead.
     (2, 9, 33, 8),
     (2, 7, 100, 33),
-    (1, 5, 600, 3),  # On CUDA, two elements a thread.
+    (1, 5, 600, 9),  # On CUDA, two elements a thread back in time.
     (1, 5, 1100, 9),  # Four.
-    (1, 3, 4200, 5),  # More than there is shared memory for.
+    (1, 3, 4200, 12),  # More than a block has threads for.
     (1, 2, 300, 257),
+    (1, 45, 2501, 3),  # A row in parts, which meet.
+    (1, 45, 2504, 5),  # The same with vectors.
 ]
 backward = torch.ops.extension_cpp.convrnn_backward
 convrnn_forward_reference, convrnn_backward_reference = map(
@@ -200,9 +202,9 @@ class TestDefinition:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
 class TestProperties:
-    @pytest.mark.parametrize("size", [(3, 21, 40, 3), (2, 12, 4200, 7)], ids=["small", "large"])
+    @pytest.mark.parametrize("size", [(3, 21, 40, 3), (2, 12, 4200, 13), (2, 90, 4200, 7), (1, 150, 5003, 3)], ids=str)
     def test_a_sequence_cut_in_two(self, device, dtype, size):
-        """Goes on where it stopped: the same bits."""
+        """Goes on where it stopped: the same bits. Parts of long rows meet at other steps than they do in one piece."""
         x, kernel, hidden = inputs(size, device, dtype)
         whole = extension_cpp.convrnn_forward(x, kernel, hidden)
         first = extension_cpp.convrnn_forward(x[:, :9], kernel, hidden)
@@ -286,7 +288,7 @@ class TestGradients:
                 assert same_bits(got, want)
 
     @pytest.mark.parametrize(
-        "size", [(64, 128, 256, 3), (16, 40, 2000, 8), (8, 30, 500, 41), (2, 40, 5000, 3)], ids=str
+        "size", [(64, 128, 256, 3), (16, 40, 2000, 8), (8, 30, 500, 41), (2, 90, 5000, 3)], ids=str
     )
     def test_long_sums(self, device, size):
         """The kernel's gradient adds up millions of products: close to float64, and the same bits each time."""

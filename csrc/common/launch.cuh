@@ -78,19 +78,28 @@ class Launch {
   void clusters(
       void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, size_t shared_bytes,
       const Arguments&... arguments) {
-    allow_shared(kernel, shared_bytes);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = cluster;
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(blocks);
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream_;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, arguments...));
+    extended(kernel, blocks, attribute, threads, shared_bytes, arguments...);
+  }
+
+  // The same with all blocks on the device at the same time, so that they may wait for each other.
+  template <class... Parameters, class... Arguments>
+  void together(
+      void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes, const Arguments&... arguments) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    extended(kernel, blocks, attribute, threads, shared_bytes, arguments...);
+  }
+
+  // How many multiprocessors the device has.
+  int processors() const {
+    int count = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_));
+    return count;
   }
 
   // A kernel that nvcc didn't compile, without dynamic shared memory; `arguments` point to its parameters.
@@ -116,6 +125,21 @@ class Launch {
   }
 
  private:
+  template <class... Parameters, class... Arguments>
+  void extended(
+      void (*kernel)(Parameters...), int64_t blocks, cudaLaunchAttribute attribute, int threads, size_t shared_bytes,
+      const Arguments&... arguments) {
+    allow_shared(kernel, shared_bytes);
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(blocks);
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...));
+  }
+
   // A kernel has no more than 48 KiB of dynamic shared memory unless it asks for it.
   template <class Kernel>
   void allow_shared(Kernel* kernel, size_t bytes) {
