@@ -11,8 +11,8 @@
 // that is cut in two goes on where it stopped, bit by bit, and y is all that backward needs. Sums are in float32 for
 // halves.
 //
-// It is no cell of common/recurrence.h: a step needs the neighbours in the state, so that the threads of a row meet at
-// every step, where those of a cell never do.
+// It is no cell of common/recurrence.h: a step needs the neighbours in the state, so that the threads of a row have to
+// meet, where those of a cell never do.
 //
 // The host functions; convrnn.cpp and convrnn.cu compile them for their device.
 #pragma once
