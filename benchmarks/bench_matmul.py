@@ -16,8 +16,10 @@ SIZES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 
 DTYPES = (torch.float32, torch.bfloat16)
 OTHERS: dict[str, dict[torch.dtype, tuple[int, ...]]] = {
     "cpu": {torch.float16: (512,), torch.float64: (512,)},
-    "cuda": {torch.float16: (1024, 4096, 8192), torch.float64: (2048,)},
+    "cuda": {torch.float16: (4096, 8192), torch.float64: (2048,)},
 }
+# (M, K, N) that are hard to cut into tiles: there are few, or they are narrow, or sums are long.
+SHAPES = ((1000, 1000, 1000), (128, 4096, 4096), (100_000, 64, 64), (512, 32_768, 512), (64, 100_000, 64))
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 
 
@@ -35,6 +37,10 @@ def transposed(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tens
 
 def unaligned(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
     return plain(rows, columns + 1, device, dtype)[:, 1:]
+
+
+def by(sizes: tuple[int, ...]) -> str:
+    return " by ".join(f"{n:,}" for n in sizes)
 
 
 def case(
@@ -96,6 +102,9 @@ def cases(device: str) -> Iterator[Case]:
             yield case(device, dtype, (side, side, side), size=f"{side:,}")
     for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
         yield from particular(device, dtype)
+    for dtype in TOLERANCES if device == "cuda" else ():
+        for sizes in SHAPES:
+            yield case(device, dtype, sizes, size=by(sizes))
 
 
 def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -112,5 +121,5 @@ def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:
         ("rows off alignment", unaligned, unaligned),
     ):
         yield case(device, dtype, (side, side, side), make_a, make_b, workload="strided", size=title)
-    yield case(device, dtype, prime, size=" by ".join(f"{n:,}" for n in prime))
+    yield case(device, dtype, prime, size=by(prime))
     yield training(device, dtype, side)

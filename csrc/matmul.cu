@@ -8,20 +8,16 @@
 #include <optional>
 
 #include "matmul/copies.cuh"
+#include "matmul/dmma.cuh"
 #include "matmul/hopper.cuh"
 #include "matmul/mma.cuh"
 #include "matmul/plan.cuh"
 #include "matmul/simt.cuh"
+#include "matmul/split.cuh"
+#include "matmul/vector.cuh"
 
 namespace extension_cpp::matmul {
 namespace {
-
-// What a plan depends on.
-struct Device {
-  int architecture = 0;  // That the code for it was compiled for, which is an older one where it runs PTX.
-  int processors = 0;
-  bool hopper = false;
-};
 
 // The device that is current. Asked once a thread, as it takes as long as a launch.
 const Device& current_device(const Launch& launch, int index) {
@@ -38,42 +34,21 @@ const Device& current_device(const Launch& launch, int index) {
   return device;
 }
 
-Tensor workspace(const View& like, int64_t bytes) {
-  return empty(like, aoti_torch_dtype_uint8(), bytes);
-}
-
 // The factor as the tensor memory accelerator can read it: itself, or a copy that `memory` holds.
 template <class T>
 Factor<T> readable(
-    Launch& launch, const View& like, const Factor<T>& factor, int64_t rows, int64_t k, std::optional<Tensor>& memory) {
+    Launch& launch, const View& like, const Device& device, const Factor<T>& factor, int64_t rows, int64_t k,
+    std::optional<Tensor>& memory) {
   if (hopper::reads(factor, rows, k)) return factor;
   const bool by_k = factor.outer == 1 && factor.inner != 1;
   const Padded shape = by_k ? Padded{k, rows, factor.inner, factor.outer} : Padded{rows, k, factor.outer, factor.inner};
   const int64_t stride = ceil_div(shape.columns, 8) * 8;
   memory = workspace(like, shape.rows * stride * static_cast<int64_t>(sizeof(T)));
   T* to = static_cast<T*>(memory->mutable_data_ptr());
-  constexpr int64_t kMostBlocks = 1 << 16;
-  launch(
-      pad_kernel, std::min(ceil_div(shape.rows * stride / 8, kCopyThreads), kMostBlocks), kCopyThreads, 0,
-      reinterpret_cast<const uint16_t*>(factor.data), shape, reinterpret_cast<uint16_t*>(to));
+  start<T>(
+      launch, device, pad_kernel, std::min(ceil_div(shape.rows * stride / 8, kCopyThreads), kMostCopyBlocks),
+      kCopyThreads, 0, reinterpret_cast<const uint16_t*>(factor.data), shape, reinterpret_cast<uint16_t*>(to));
   return by_k ? Factor<T>{to, 1, stride} : Factor<T>{to, stride, 1};
-}
-
-// Runs `kernel(product, plan)`, which computes c, or where there are splits, partial sums that are then added up.
-template <class T, class V, class Kernel>
-void with_splits(Launch& launch, const View& like, Product<T, V> product, const Plan& plan, const Kernel& kernel) {
-  const int64_t splits = plan.tiling.splits();
-  std::optional<Tensor> memory;
-  if (splits > 1) {
-    product.partial_stride = ceil_div(product.n, 8) * 8;
-    memory = workspace(like, splits * product.m * product.partial_stride * static_cast<int64_t>(sizeof(V)));
-    product.partial = static_cast<V*>(memory->mutable_data_ptr());
-  }
-  kernel(product, plan);
-  if (product.partial == nullptr) return;
-  constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t blocks = std::min(ceil_div(product.m * ceil_div(product.n, 16 / sizeof(V)), kCopyThreads), kMostBlocks);
-  launch(sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits);
 }
 
 // With the plan's parts of k, which are in steps of S::kK, and tiles of S.
@@ -91,21 +66,28 @@ constexpr TileModel simt_model(double rate) {
   return {S::kM, S::kN, S::kK, S::kThreads / 32, S::kBlocks, rate, 8};
 }
 
-void simt(Launch& launch, const View& like, const Product<float, float>& product, const Device& device) {
-  using Wide = Simt<float, 128, 256, 16, 16, 8, 2, 1>;
-  using Narrow = Simt<float, 64, 128, 16, 8, 8, 4, 4>;
-  using NarrowAlongK = Simt<float, 64, 128, 16, 8, 8, 3, 3>;  // It takes more registers.
-  using Few = Simt<float, 16, 128, 16, 8, 4, 4, 4>;
-  using Fewest = Simt<float, 4, 256, 16, 4, 4, 3, 4>;
-  enum Shape { kWide, kNarrow, kFew, kFewest };
-  // Parts of k that are multiples of every tile's steps are the same parts, whichever tile the layouts ask for.
-  static_assert(
-      Wide::kK == Narrow::kK && NarrowAlongK::kK == Narrow::kK && Few::kK == Narrow::kK && Fewest::kK == Narrow::kK);
-  constexpr Reads kElements = Reads::kElements, kRows = Reads::kRows, kAlongK = Reads::kAlongK;
+constexpr Costs kCosts{1793, 228, 3986, 1369, 2544, 3205, 247};
+
+using Wide = Simt<float, 128, 256, 16, 16, 8, 2, 1>;
+using Narrow = Simt<float, 64, 128, 16, 8, 8, 4, 4>;
+using NarrowAlongK = Simt<float, 64, 128, 16, 8, 8, 3, 3>;  // It takes more registers.
+using Few = Simt<float, 16, 128, 16, 8, 4, 4, 4>;
+using Fewest = Simt<float, 4, 256, 16, 4, 4, 3, 4>;
+enum Shape { kWide, kNarrow, kFew, kFewest };
+// Parts of k that are multiples of every tile's steps are the same parts, whichever tile the layouts ask for.
+static_assert(
+    Wide::kK == Narrow::kK && NarrowAlongK::kK == Narrow::kK && Few::kK == Narrow::kK && Fewest::kK == Narrow::kK);
+
+Plan plan_simt(const Product<float, float>& product, const Device& device) {
   constexpr TileModel kModels[] = {
-      simt_model<Wide>(186), simt_model<Narrow>(178), simt_model<Few>(100), simt_model<Fewest>(60)};
-  const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(float), device.processors);
-  with_splits(launch, like, product, chosen, [&](const Product<float, float>& p, const Plan& plan) {
+      simt_model<Wide>(178), simt_model<Narrow>(170), simt_model<Few>(239), simt_model<Fewest>(118)};
+  return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, false);
+}
+
+void simt(
+    Launch& launch, const View& like, const Product<float, float>& product, const Device& device, const Plan& plan) {
+  constexpr Reads kElements = Reads::kElements, kRows = Reads::kRows, kAlongK = Reads::kAlongK;
+  with_splits(launch, like, product, device, plan, [&](const Product<float, float>& p, const Plan& plan) {
     const bool rows_a = has_vectors_along_rows(p.a, p.rows_a), rows_b = has_vectors_along_rows(p.b, p.rows_b);
     const bool along_k = has_vectors_along_k(p.b, p.k);
     if (plan.shape == kWide && rows_a && rows_b) return run_simt<Wide, kRows, kRows>(launch, p, plan);
@@ -124,8 +106,8 @@ void simt(Launch& launch, const View& like, const Product<float, float>& product
 void simt(Launch& launch, const View& like, const Product<double, double>& product, const Device& device) {
   using Shape = Simt<double, 64, 64, 16, 8, 4, 3, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(50)};
-  const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(double), device.processors);
-  with_splits(launch, like, product, chosen, [&](const Product<double, double>& p, const Plan& plan) {
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, false);
+  with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     const bool rows_b = has_vectors_along_rows(p.b, p.rows_b);
     if (rows_b) return run_simt<Shape, Reads::kElements, Reads::kRows>(launch, p, plan);
     run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
@@ -137,8 +119,8 @@ template <class T>
 void simt(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using Shape = Simt<float, 64, 128, 16, 8, 8, 2, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(100)};
-  const Plan chosen = plan(kModels, product.m, product.n, product.k, sizeof(T), device.processors);
-  with_splits(launch, like, product, chosen, [&](const Product<T, float>& p, const Plan& plan) {
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
   });
 }
@@ -147,8 +129,8 @@ template <class T>
 void mma(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using M = Mma<T>;
   const TileModel shapes[] = {{M::kM, M::kN, M::kK, 4, 2, 2000.0 / sizeof(T), 8}};
-  const Plan chosen = plan(shapes, product.m, product.n, product.k, sizeof(T), device.processors);
-  with_splits(launch, like, product, chosen, [&](const Product<T, float>& p, const Plan& plan) {
+  const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     launch(mma_kernel<T>, plan.tiling.count(), M::kThreads, 0, p, plan.tiling);
   });
 }
@@ -158,26 +140,34 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   constexpr int kCount = sizeof(hopper::kTiles) / sizeof(hopper::kTiles[0]);
   TileModel shapes[kCount];
   for (int i = 0; i < kCount; ++i) {
-    const auto [m, n, cluster] = hopper::kTiles[i];
-    const double rate = n == 256 ? 2500 : 2000;
-    shapes[i] = {m * cluster, n, hopper::kStep, 4, 1, cluster * rate, 4, cluster};
+    const auto [m, n, cluster, blocks, rate] = hopper::kTiles[i];
+    shapes[i] = {m * cluster, n, hopper::kStep, 4, blocks, rate * cluster, 4, cluster};
   }
   std::optional<Tensor> memory_a, memory_b;
-  product.a = readable(launch, like, product.a, product.m, product.k, memory_a);
-  product.b = readable(launch, like, product.b, product.n, product.k, memory_b);
-  const Plan chosen = plan(shapes, product.m, product.n, product.k, sizeof(T), device.processors);
-  with_splits(launch, like, product, chosen, [&](const Product<T, float>& p, const Plan& plan) {
-    constexpr decltype(&hopper::multiply<T, 0>) kRuns[] = {
-        hopper::multiply<T, 0>, hopper::multiply<T, 1>, hopper::multiply<T, 2>, hopper::multiply<T, 3>};
-    static_assert(std::size(kRuns) == kCount);
-    kRuns[plan.shape](launch, p, plan.tiling, device.processors);
+  product.a = readable(launch, like, device, product.a, product.m, product.k, memory_a);
+  product.b = readable(launch, like, device, product.b, product.n, product.k, memory_b);
+  constexpr Costs kCostsOfHopper{2170, 145, 4734, 1756, 2985, 1054, 134};
+  const Plan chosen = plan(shapes, kCostsOfHopper, product.m, product.n, product.k, sizeof(T), device);
+  with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
+    [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
+      constexpr decltype(&hopper::multiply<T, 0>) kRuns[] = {hopper::multiply<T, kTile>...};
+      kRuns[plan.shape](launch, p, plan.tiling, device.processors);
+    }(std::make_integer_sequence<int, kCount>());
   });
 }
 
+constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - 1024;  // That the memory accelerator counts.
+
 bool fits_wgmma(int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - 1024;
   constexpr double kWorthCopies = 128.0 * 128 * 128;  // Where the memory accelerator can't read the factors.
-  return std::max({m, n, k}) <= kLargest && static_cast<double>(m) * n * k >= kWorthCopies;
+  const bool worth = (m | n | k) % 8 == 0 || static_cast<double>(m) * n * k >= kWorthCopies;
+  return std::max({m, n, k}) <= kLargest && worth;
+}
+
+// Sums of a few products have their own bound, and parts of very long rows don't fit.
+bool fits_split(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kShortest = 64, kLongest = 1 << 18;
+  return std::max(m, n) <= kLargest / 3 && k >= kShortest && k <= kLongest;
 }
 
 // Makes of a factor, of which `rows` rows may be read, what a kernel takes in whole vectors, along k or along rows:
@@ -206,21 +196,28 @@ void make_vectors(
 
 template <class T>
 void run(Launch& launch, const View& like, Product<T, float> product, const Device& device, bool allow_tf32) {
-  std::optional<Tensor> memory_a, memory_b;  // Until the product is launched.
   if constexpr (std::is_same_v<T, float>) {
     const bool tf32 = allow_tf32 && has_mma<float>(device.architecture);
+    const Plan of_simt = plan_simt(product, device);
+    if (!tf32 && device.hopper && fits_split(product.m, product.n, product.k)) {
+      const Plan of_split = hopper::plan_split(product.m, product.n, product.k, device);
+      if (of_split.nanoseconds < of_simt.nanoseconds) return hopper::multiply_split(launch, like, product, device);
+    }
+    std::optional<Tensor> memory_a, memory_b;  // Until the product is launched.
     make_vectors(launch, like, product.a, product.rows_a, tf32, product.k, product.n, memory_a);
     make_vectors(launch, like, product.b, product.rows_b, tf32, product.k, product.m, memory_b);
-    if (tf32) return mma(launch, like, product, device);
+    tf32 ? mma(launch, like, product, device) : simt(launch, like, product, device, of_simt);
+  } else if (device.hopper && fits_wgmma(product.m, product.n, product.k)) {
+    wgmma(launch, like, product, device);
+  } else if (has_mma<T>(device.architecture)) {
+    mma(launch, like, product, device);
   } else {
-    if (device.hopper && fits_wgmma(product.m, product.n, product.k)) return wgmma(launch, like, product, device);
-    if (has_mma<T>(device.architecture)) return mma(launch, like, product, device);
+    simt(launch, like, product, device);
   }
-  simt(launch, like, product, device);
 }
 
 void run(Launch& launch, const View& like, const Product<double, double>& product, const Device& device, bool) {
-  simt(launch, like, product, device);
+  has_mma<double>(device.architecture) ? mma(launch, like, product, device) : simt(launch, like, product, device);
 }
 
 template <class T, class V>
@@ -238,8 +235,11 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
       0,
       static_cast<T*>(c.mutable_data_ptr()),
       nullptr};
-  constexpr int64_t kFewRows = 64;
-  if (product.n <= kFewRows && product.m > product.n) {  // Tiles are wide: few columns are better as few rows.
+  const Device& device = current_device(launch, a.device_index);
+  // Tiles are wide: few columns are better as few rows. Those of Hopper are of any shape.
+  const bool of_hopper = sizeof(T) == 2 && device.hopper && fits_wgmma(product.m, product.n, product.k);
+  const int64_t few_rows = of_hopper ? 1 : 64;
+  if (product.n <= few_rows && product.m > product.n) {
     std::swap(product.a, product.b);
     std::swap(product.m, product.n);
     std::swap(product.rows_a, product.rows_b);
@@ -253,7 +253,9 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   };
   normalise(product.a, product.m);
   normalise(product.b, product.n);
-  run(launch, a, product, current_device(launch, a.device_index), allow_tf32);
+  constexpr int64_t kLeastOfVector = std::is_same_v<T, float> ? 64 : 8;  // of k, for warps to have something to do
+  if (product.m == 1 && product.k >= kLeastOfVector) return multiply_vector(launch, a, product, device);
+  run(launch, a, product, device, allow_tf32);
 }
 
 template <class T>

@@ -336,9 +336,40 @@ class TestCuda:
         assert same_bits(compiled(a, b), extension_cpp.matmul(a, b))
         compare(a, b)
 
+    def test_float32_in_parts(self):
+        """NaN, infinities and the largest numbers, of which parts in bfloat16 are infinite or NaN, in every position."""
+        a, b = factors("cuda", torch.float32, 1024, 1000, 1030)
+        a[3, 5], a[10, 39], b[7, 60] = float("nan"), float("inf"), float("-inf")
+        a[12], b[0], b[0, 5], b[1, 9] = 0, 0.5, 0, 0
+        a[12, 0] = torch.finfo(torch.float32).max
+        got, want = extension_cpp.matmul(a, b), a.double() @ b.double()
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+        assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
+        assert torch.equal(got[12, :60].double(), want[12, :60])
+        for x in views(a):
+            assert torch.equal(extension_cpp.matmul(x, b).nan_to_num(), got.nan_to_num())
+
+    def test_float32_is_as_exact(self):
+        """Of positive numbers, whose rounding errors add up where sums are cut off, and of wide ranges."""
+        for k in (64, 1000, 8192):
+            for power in (0, 8):
+                shapes = (1024, k), (k, 1024)
+                a, b = (torch.rand(s, device="cuda") * torch.rand(s, device="cuda") ** power for s in shapes)
+                exact = a.double() @ b.double()
+                errors = [((f(a, b) - exact) / exact).square().mean() for f in (extension_cpp.matmul, torch.matmul)]
+                assert errors[0] <= 4 * errors[1]
+
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_against_cublas(self, dtype):
-        for m, k, n in ((1024, 1024, 1024), (1, 8192, 512), (4096, 64, 4096), (2048, 2056, 1000)):
+        for m, k, n in (
+            (1024, 1024, 1024),
+            (1, 8192, 512),
+            (1, 100_000, 3),
+            (4096, 64, 4096),
+            (2048, 2056, 1000),
+            (20_000, 64, 64),
+            (128, 20_000, 256),
+        ):
             a, b = factors("cuda", dtype, m, k, n)
             compare(a, b)
             compare(a, b.t().contiguous().t())

@@ -73,16 +73,20 @@ class Launch {
     check(cudaGetLastError());
   }
 
-  // The same in clusters of `cluster` blocks, which share their shared memory. Hopper and later.
+  // The same in clusters of `cluster` blocks, which share their shared memory. Hopper and later. With `early`, blocks
+  // may start before the kernel in front of it ends: all of them have to wait for it (griddepcontrol.wait) before they
+  // read or write memory.
   template <class... Parameters, class... Arguments>
   void clusters(
-      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, size_t shared_bytes,
+      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, size_t shared_bytes, bool early,
       const Arguments&... arguments) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    extended(kernel, blocks, attribute, threads, shared_bytes, arguments...);
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = early;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    extended(kernel, blocks, threads, shared_bytes, attributes, cluster > 1 ? 2 : 1, arguments...);
   }
 
   // The same with all blocks on the device at the same time, so that they may wait for each other.
@@ -92,13 +96,13 @@ class Launch {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
-    extended(kernel, blocks, attribute, threads, shared_bytes, arguments...);
+    extended(kernel, blocks, threads, shared_bytes, &attribute, 1, arguments...);
   }
 
   // How many multiprocessors the device has.
   int processors() const {
     int count = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_));
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_));
     return count;
   }
 
@@ -127,16 +131,17 @@ class Launch {
  private:
   template <class... Parameters, class... Arguments>
   void extended(
-      void (*kernel)(Parameters...), int64_t blocks, cudaLaunchAttribute attribute, int threads, size_t shared_bytes,
-      const Arguments&... arguments) {
+      void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes, cudaLaunchAttribute* attributes,
+      int count, const Arguments&... arguments) {
+    if (blocks > 0x7fffffff) fail(op_, "the tensors are too large for one launch: ", blocks, " blocks");
     allow_shared(kernel, shared_bytes);
     cudaLaunchConfig_t config{};
     config.gridDim = static_cast<unsigned>(blocks);
     config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = count;
     check(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 

@@ -1,37 +1,100 @@
 // What runs before and after a product: copies of factors to where a kernel can read them, and sums of its parts.
 #pragma once
 
-#include "product.cuh"
+#include <optional>
+
+#include "plan.cuh"
 
 namespace extension_cpp::matmul {
 
 constexpr int kCopyThreads = 256;
+constexpr int64_t kMostCopyBlocks = 1 << 16;
 
-// A vector of columns a thread.
+// Launches a kernel of a product of T that begins with wait_for_kernel_before: on Hopper, those of halves start early,
+// as they take no longer than a launch. Others have several blocks a multiprocessor, which would then lie unevenly.
+template <class T, class Kernel, class... Arguments>
+void start(
+    Launch& launch, const Device& device, Kernel* kernel, int64_t blocks, int threads, size_t bytes,
+    const Arguments&... arguments) {
+  if (sizeof(T) == 2 && device.hopper) {
+    launch.clusters(kernel, blocks, 1, threads, bytes, true, arguments...);
+  } else {
+    launch(kernel, blocks, threads, bytes, arguments...);
+  }
+}
+
+inline Tensor workspace(const View& like, int64_t bytes) {
+  return empty(like, aoti_torch_dtype_uint8(), bytes);
+}
+
+// A vector of columns a thread; where there are many splits, a share of them a thread, so that all are read at once.
 template <class T, class V>
-__global__ void sum_splits_kernel(Product<T, V> product, int64_t splits) {
+__global__ void __launch_bounds__(kCopyThreads) sum_splits_kernel(Product<T, V> product, int64_t splits, int shares) {
   constexpr int kCount = 16 / sizeof(V);
+  __shared__ V shared[kCopyThreads][kCount];
+  const int across = kCopyThreads / shares, share = threadIdx.x / across;
   const int64_t chunks = ceil_div(product.n, kCount), count = product.m * chunks;
-  for (int64_t at = int64_t(blockIdx.x) * kCopyThreads + threadIdx.x; at < count;
-       at += int64_t(gridDim.x) * kCopyThreads) {
-    const int64_t i = at / chunks, j = at % chunks * kCount;
+  wait_for_kernel_before();
+  for (int64_t first = int64_t(blockIdx.x) * across; first < count; first += int64_t(gridDim.x) * across) {
+    const int64_t at = first + threadIdx.x % across, i = at / chunks, j = at % chunks * kCount;
     V sums[kCount] = {};
-    const V* from = product.partial + i * product.partial_stride + j;
-#pragma unroll 4
-    for (int64_t s = 0; s < splits; ++s, from += product.m * product.partial_stride) {
-      const Words<16> words = *reinterpret_cast<const Words<16>*>(from);
-      V more[kCount];
-      memcpy(more, &words, sizeof(words));
+    if (at < count) {
+      const V* from = product.partial + (share * product.m + i) * product.partial_stride + j;
+#pragma unroll 8
+      for (int64_t s = share; s < splits; s += shares, from += shares * product.m * product.partial_stride) {
+        const Words<16> words = *reinterpret_cast<const Words<16>*>(from);
+        V more[kCount];
+        memcpy(more, &words, sizeof(words));
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) sums[e] += more[e];
+        for (int e = 0; e < kCount; ++e) sums[e] += more[e];
+      }
     }
+    for (int distance = shares / 2; distance > 0; distance /= 2) {
+      if (share >= distance && share < 2 * distance) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) shared[threadIdx.x][e] = sums[e];
+      }
+      __syncthreads();
+      if (share < distance) {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) sums[e] += shared[threadIdx.x + distance * across][e];
+      }
+      __syncthreads();
+    }
+    if (share != 0 || at >= count) continue;
     T* to = product.c + i * product.c_outer + j * product.c_inner;
     if (product.has_vectors(kCount)) {
       store_vector<T, kCount>(to, sums);
     } else {
       for (int e = 0; e < kCount && j + e < product.n; ++e) to[e * product.c_inner] = round_to<T>(sums[e]);
     }
+    if constexpr (std::is_same_v<T, float>) {
+#pragma unroll 1
+      for (int e = 0; e < kCount; ++e) restore_infinite(product, i, j + e);
+    }
   }
+}
+
+// Runs `kernel(product, plan)`, which computes c, or where there are more splits than a cluster takes, partial sums
+// that are then added up.
+template <class T, class V, class Kernel>
+void with_splits(
+    Launch& launch, const View& like, Product<T, V> product, const Device& device, const Plan& plan,
+    const Kernel& kernel) {
+  const int64_t splits = plan.tiling.splits();
+  std::optional<Tensor> memory;
+  if (splits > 1 && !plan.in_cluster) {
+    product.partial_stride = ceil_div(product.n, 8) * 8;
+    memory = workspace(like, splits * product.m * product.partial_stride * static_cast<int64_t>(sizeof(V)));
+    product.partial = static_cast<V*>(memory->mutable_data_ptr());
+  }
+  kernel(product, plan);
+  if (product.partial == nullptr) return;
+  constexpr int kFewSplits = 4, kShares = 8;
+  const int shares = splits <= kFewSplits ? 1 : kShares;
+  const int64_t chunks = product.m * ceil_div(product.n, 16 / static_cast<int64_t>(sizeof(V)));
+  const int64_t blocks = std::min(ceil_div(chunks * shares, kCopyThreads), kMostCopyBlocks);
+  start<T>(launch, device, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
 }
 
 // Rows of a multiple of 8 elements, each from a multiple of 16 bytes on.
@@ -40,6 +103,7 @@ struct Padded {
 };
 
 static __global__ void pad_kernel(const uint16_t* from, Padded shape, uint16_t* to) {
+  wait_for_kernel_before();
   const int64_t chunks = ceil_div(shape.columns, 8), count = shape.rows * chunks;
   for (int64_t i = int64_t(blockIdx.x) * kCopyThreads + threadIdx.x; i < count;
        i += int64_t(gridDim.x) * kCopyThreads) {

@@ -5,42 +5,55 @@
 // that is more than the L2 cache gives, so that two blocks share a tile of b.
 //
 // A block has one or two warpgroups that compute, 64 rows each, and one thread of another that keeps the stages filled.
-// `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn.
+// `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn; or
+// those of a cluster take parts of k of one tile.
 #pragma once
 
-#include "product.cuh"
+#include "cluster.cuh"
 #include "wgmma.cuh"
 
 namespace extension_cpp::matmul::hopper {
 
 constexpr int kWarpgroup = 128, kStep = 64, kRow = 2 * kStep;  // A row of a stage is kStep halves.
 
-// A tile of m by n, and how many blocks of a cluster share what they read of b.
+// A tile of m by n, how many blocks of a cluster share what they read of b, how many blocks a multiprocessor holds, and
+// multiply-adds a nanosecond of all of them.
 struct Tile {
-  int m, n, cluster;
+  int m, n, cluster, blocks;
+  double rate;
 };
-constexpr Tile kTiles[] = {{128, 256, 2}, {128, 256, 1}, {64, 256, 1}, {64, 128, 1}};
+constexpr Tile kTiles[] = {{128, 256, 2, 1, 2104}, {128, 256, 1, 1, 1583}, {64, 256, 1, 1, 1748},
+                           {64, 128, 1, 2, 1588},  {128, 128, 1, 1, 2105}, {64, 64, 1, 3, 990},
+                           {128, 64, 1, 2, 1897},  {128, 128, 2, 1, 2143}};
 
-template <class T_, bool kTransposedA_, bool kTransposedB_, int kTile>
+template <class T_, int kTile>
 struct Hopper {
   using T = T_;
   static constexpr int kM = kTiles[kTile].m, kN = kTiles[kTile].n;
   static constexpr int kCluster = kTiles[kTile].cluster, kConsumers = kM / 64;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kBytesA + kBytesB;
-  static constexpr int kStages = 200 * 1024 / kStageBytes < 8 ? 200 * 1024 / kStageBytes : 8;
+  static constexpr int kBlocks = kTiles[kTile].blocks, kFit = 208 * 1024 / kBlocks / kStageBytes;
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
   // The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
   static constexpr int kSharedBytes = 1024 + kStages * (kStageBytes + 16);
-  // A factor is transposed where its rows (of m or n) lie side by side, not its k's.
-  static constexpr bool kTransposedA = kTransposedA_, kTransposedB = kTransposedB_;
+  // Of a tile's sums in shared memory, where the stages were: rows eight apart lie in different banks.
+  static constexpr int kSumsStride = kN + 8;
+  static_assert(kM * kSumsStride * 4 <= kStages * kStageBytes);
+};
+
+// A factor is transposed where its rows (of m or n) lie side by side, not its k's.
+struct Transposed {
+  bool a, b;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // kRows rows of a factor, from `row` on, over kStep of k. A transposed one comes in boxes of 64 rows.
-template <bool kTransposed, bool kShared, int kRows>
-__device__ void copy_rows(uint32_t to, const CUtensorMap& map, int64_t row, int64_t k, uint32_t barrier) {
-  if constexpr (kTransposed) {
+template <bool kShared, int kRows>
+__device__ void copy_rows(
+    uint32_t to, const CUtensorMap& map, bool transposed, int64_t row, int64_t k, uint32_t barrier) {
+  if (transposed) {
 #pragma unroll
     for (int r = 0; r < kRows; r += 64) copy_box<kShared>(to + r * kRow, map, row + r, k, barrier);
   } else {
@@ -61,20 +74,22 @@ struct Turn {
 
 template <class H>
 __device__ __forceinline__ void fill(
-    const CUtensorMap& map_a, const CUtensorMap& map_b, const Tiling& tiling, uint32_t stages, uint32_t full,
-    uint32_t empty, int rank) {
+    const CUtensorMap& map_a, const CUtensorMap& map_b, Transposed transposed, const Tiling& tiling,
+    bool split_in_cluster, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
+  prefetch_map(map_a);
+  prefetch_map(map_b);
   Turn<H::kStages> turn;
   constexpr int kShare = H::kN / H::kCluster;
   for (int64_t index = blockIdx.x / H::kCluster; index < tiling.count(); index += gridDim.x / H::kCluster) {
-    const Place at = place(tiling, index);
+    const Place at = place(tiling, index, split_in_cluster);
     const int64_t row = (at.m * H::kCluster + rank) * H::kM, column = at.n * H::kN + rank * kShare;
     for (int64_t step = at.begin; step < at.end; ++step, turn.next()) {
       const uint32_t barrier = full + turn.stage * 8, stage = stages + turn.stage * H::kStageBytes;
       wait_barrier(empty + turn.stage * 8, turn.parity ^ 1);
       expect_bytes(barrier, H::kStageBytes);
-      copy_rows<H::kTransposedA, false, H::kM>(stage, map_a, row, step * kStep, barrier);
-      copy_rows<H::kTransposedB, H::kCluster == 2, kShare>(
-          stage + H::kBytesA + rank * kShare * kRow, map_b, column, step * kStep, barrier);
+      copy_rows<false, H::kM>(stage, map_a, transposed.a, row, step * kStep, barrier);
+      copy_rows<H::kCluster == 2, kShare>(
+          stage + H::kBytesA + rank * kShare * kRow, map_b, transposed.b, column, step * kStep, barrier);
     }
   }
 }
@@ -141,58 +156,91 @@ __device__ __forceinline__ void store(
   }
 }
 
+// A tile's sums, of the steps from `begin` to `end`.
+template <class H, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void add_steps(
+    float (&sums)[H::kN / 2], Turn<H::kStages>& turn, int64_t count, uint32_t stages, uint32_t full, uint32_t empty) {
+  const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+  auto release = [&](int stage) {
+    if (thread < H::kCluster) arrive_at(empty + stage * 8, H::kCluster == 1 ? rank_in_cluster() : thread);
+  };
+  int before = -1;
+  for (; count > 0; --count, turn.next()) {
+    wait_barrier(full + turn.stage * 8, turn.parity);
+    const uint32_t stage = stages + turn.stage * H::kStageBytes;
+    const uint64_t a = describe<kTransposedA>(stage + warpgroup * 64 * kRow);
+    const uint64_t b = describe<kTransposedB>(stage + H::kBytesA);
+    pin(sums);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kStep / 16; ++i) {
+      multiply_add<typename H::T, H::kN, kTransposedA, kTransposedB>(
+          sums, a + i * kNext16<kTransposedA>, b + i * kNext16<kTransposedB>, before >= 0 || i > 0);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    pin(sums);
+    if (before >= 0) {  // The step before is done; this one goes on while the next is waited for.
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      release(before);
+    }
+    before = turn.stage;
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  pin(sums);
+  release(before);
+}
+
+// Puts sums where the other blocks of the cluster find them: in the stages, once all warpgroups have read the last.
+template <class H>
+__device__ __forceinline__ void store_to_cluster(float* shared, int row, const float (&sums)[H::kN / 2]) {
+  asm volatile("bar.sync 1, %0;" ::"n"(H::kConsumers * kWarpgroup) : "memory");
+  float* to = shared + row * H::kSumsStride + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < H::kN / 8; ++j) {
+    store_vector<float, 2>(to + j * 8, sums + j * 4);
+    store_vector<float, 2>(to + 8 * H::kSumsStride + j * 8, sums + j * 4 + 2);
+  }
+}
+
 template <class H>
 __device__ __forceinline__ void consume(
-    const Product<typename H::T, float>& product, const Tiling& tiling, uint32_t stages, uint32_t full, uint32_t empty,
-    int rank) {
+    const Product<typename H::T, float>& product, Transposed transposed, const Tiling& tiling, bool split_in_cluster,
+    unsigned char* shared, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   Turn<H::kStages> turn;
-  auto release = [&](int stage) {
-    if (thread < H::kCluster) arrive_at(empty + stage * 8, thread);
-  };
   for (int64_t index = blockIdx.x / H::kCluster; index < tiling.count(); index += gridDim.x / H::kCluster) {
-    const Place at = place(tiling, index);
+    const Place at = place(tiling, index, split_in_cluster);
     float sums[H::kN / 2];
-    int before = -1;
-    for (int64_t step = at.begin; step < at.end; ++step, turn.next()) {
-      wait_barrier(full + turn.stage * 8, turn.parity);
-      const uint32_t stage = stages + turn.stage * H::kStageBytes;
-      const uint64_t a = describe<H::kTransposedA>(stage + warpgroup * 64 * kRow);
-      const uint64_t b = describe<H::kTransposedB>(stage + H::kBytesA);
-      pin(sums);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-      for (int i = 0; i < kStep / 16; ++i) {
-        multiply_add<typename H::T, H::kN, H::kTransposedA, H::kTransposedB>(
-            sums, a + i * kNext16<H::kTransposedA>, b + i * kNext16<H::kTransposedB>, before >= 0 || i > 0);
-      }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      pin(sums);
-      if (before >= 0) {  // The step before is done; this one goes on while the next is waited for.
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        release(before);
-      }
-      before = turn.stage;
+    if (transposed.a) {
+      transposed.b ? add_steps<H, true, true>(sums, turn, at.end - at.begin, stages, full, empty)
+                   : add_steps<H, true, false>(sums, turn, at.end - at.begin, stages, full, empty);
+    } else {
+      transposed.b ? add_steps<H, false, true>(sums, turn, at.end - at.begin, stages, full, empty)
+                   : add_steps<H, false, false>(sums, turn, at.end - at.begin, stages, full, empty);
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    pin(sums);
-    release(before);
-    const int64_t row = (at.m * H::kCluster + rank) * H::kM + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    store<H>(product, at, row, at.n * H::kN, sums);
+    const int in_tile = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    if (split_in_cluster) {
+      store_to_cluster<H>(reinterpret_cast<float*>(shared), in_tile, sums);
+    } else {
+      store<H>(product, at, (at.m * H::kCluster + rank) * H::kM + in_tile, at.n * H::kN, sums);
+    }
   }
 }
 
 #endif
 
+// Where there are splits and no memory for partial sums, the blocks of a cluster are the splits of one tile.
 template <class H>
-__global__ void __launch_bounds__(H::kThreads, 1) hopper_kernel(
+__global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-    const __grid_constant__ Product<typename H::T, float> product, const __grid_constant__ Tiling tiling) {
+    const __grid_constant__ Product<typename H::T, float> product, const __grid_constant__ Tiling tiling,
+    Transposed transposed) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
-  const uint32_t stages = (shared_address(shared) + 1023) / 1024 * 1024;
+  const uint32_t start = shared_address(shared), stages = (start + 1023) / 1024 * 1024;
   const uint32_t full = stages + H::kStages * H::kStageBytes, empty = full + H::kStages * 8;
-  const int rank = H::kCluster == 1 ? 0 : rank_in_cluster();
+  const int rank = H::kCluster == 1 ? 0 : rank_in_cluster(), splits = static_cast<int>(tiling.splits());
+  const bool split_in_cluster = H::kCluster == 1 && splits > 1 && product.partial == nullptr;
   if (threadIdx.x == 0) {
     for (int s = 0; s < H::kStages; ++s) {
       init_barrier(full + s * 8, 1);
@@ -201,13 +249,21 @@ __global__ void __launch_bounds__(H::kThreads, 1) hopper_kernel(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   H::kCluster == 1 ? __syncthreads() : sync_cluster();
+  wait_for_kernel_before();
   if (threadIdx.x >= H::kConsumers * kWarpgroup) {
-    if (threadIdx.x == H::kConsumers * kWarpgroup) fill<H>(map_a, map_b, tiling, stages, full, empty, rank);
+    if (threadIdx.x == H::kConsumers * kWarpgroup) {
+      fill<H>(map_a, map_b, transposed, tiling, split_in_cluster, stages, full, empty, rank);
+    }
   } else {
-    consume<H>(product, tiling, stages, full, empty, rank);
+    consume<H>(product, transposed, tiling, split_in_cluster, shared + (stages - start), stages, full, empty, rank);
   }
   __syncwarp();
-  if (H::kCluster > 1) sync_cluster();  // The other block may still write here, and arrive at these barriers.
+  if (split_in_cluster) {
+    store_of_cluster<H::kM, H::kN, H::kSumsStride>(
+        product, place(tiling, blockIdx.x, true), splits, reinterpret_cast<const float*>(shared + (stages - start)));
+  } else if (H::kCluster > 1) {
+    sync_cluster();  // The other block may still write here, and arrive at these barriers.
+  }
 #endif
 }
 
@@ -239,31 +295,26 @@ bool encode(const Factor<T>& factor, bool transposed, int64_t rows, int64_t k, i
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <class H>
-void multiply(Launch& launch, const Product<typename H::T, float>& product, const Tiling& tiling, int processors) {
-  CUtensorMap map_a, map_b;
-  if (!encode(product.a, H::kTransposedA, product.m, product.k, H::kM, &map_a) ||
-      !encode(product.b, H::kTransposedB, product.n, product.k, H::kN / H::kCluster, &map_b)) {
-    fail("matmul", "the driver can't describe the matrices to the GPU");
-  }
-  const int64_t clusters = std::min<int64_t>(tiling.count(), processors / H::kCluster);
-  launch.clusters(
-      hopper_kernel<H>, clusters * H::kCluster, H::kCluster, H::kThreads, H::kSharedBytes, map_a, map_b, product,
-      tiling);
-}
-
 template <class T, int kTile>
 void multiply(Launch& launch, const Product<T, float>& product, const Tiling& tiling, int processors) {
-  const bool transposed_a = product.a.inner != 1, transposed_b = product.b.inner != 1;
-  auto* run = transposed_a
-                  ? (transposed_b ? multiply<Hopper<T, true, true, kTile>> : multiply<Hopper<T, true, false, kTile>>)
-                  : (transposed_b ? multiply<Hopper<T, false, true, kTile>> : multiply<Hopper<T, false, false, kTile>>);
-  run(launch, product, tiling, processors);
+  using H = Hopper<T, kTile>;
+  const Transposed transposed{product.a.inner != 1, product.b.inner != 1};
+  CUtensorMap map_a, map_b;
+  if (!encode(product.a, transposed.a, product.m, product.k, H::kM, &map_a) ||
+      !encode(product.b, transposed.b, product.n, product.k, H::kN / H::kCluster, &map_b)) {
+    fail("matmul", "the driver can't describe the matrices to the GPU");
+  }
+  const bool split_in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;
+  const int64_t clusters =
+      split_in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster * H::kBlocks);
+  launch.clusters(
+      hopper_kernel<H>, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster,
+      H::kThreads, H::kSharedBytes, true, map_a, map_b, product, tiling, transposed);
 }
 
 // Whether the current device runs code for architecture 9.0a: it is of 9.0, and the library has such code.
 inline bool has_code() {
-  using H = Hopper<__half, false, false, 0>;
+  using H = Hopper<__half, 0>;
   cudaFuncAttributes code;
   const cudaError_t error = cudaFuncGetAttributes(&code, hopper_kernel<H>);
   cudaGetLastError();

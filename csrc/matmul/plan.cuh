@@ -4,9 +4,18 @@
 #include <cmath>
 #include <limits>
 
-#include "product.cuh"
+#include "cluster.cuh"
 
 namespace extension_cpp::matmul {
+
+// What a plan depends on.
+struct Device {
+  int architecture = 0;  // That the code for it was compiled for, which is an older one where it runs PTX.
+  int processors = 0;
+  bool hopper = false;
+
+  bool has_clusters() const { return architecture >= 90; }
+};
 
 // A kernel's tile and what a multiprocessor does with it.
 struct TileModel {
@@ -18,36 +27,71 @@ struct TileModel {
   int processors = 1;  // that work on a tile together
 };
 
+// What else takes time, measured on an H200: nanoseconds, and bytes a nanosecond.
+struct Costs {
+  double block;               // to start and end a tile's block
+  double processor;           // bytes that a multiprocessor reads
+  double cache;               // bytes that all of them read, out of the L2 cache
+  double pass;                // to add up sums in another launch
+  double sums;                // bytes that it moves
+  double cluster, per_split;  // to add up sums in a cluster
+};
+
 struct Plan {
   int shape;  // the index of its tile
   Tiling tiling;
   double nanoseconds;
+  bool in_cluster = false;  // The parts of k are a cluster's blocks.
 };
 
+// How many clusters of `size` blocks run at a time, a block a multiprocessor: a cluster lies in one part of the chip,
+// of 16 multiprocessors or a few more, and of one part some are switched off.
+inline int64_t clusters_at_a_time(int processors, int64_t size) {
+  constexpr int kPart = 16, kOfLast = 12;
+  return size <= 2 ? processors / size
+                   : std::max<int64_t>((processors / kPart - 1) * (kPart / size) + kOfLast / size, 1);
+}
+
 // The tiles and splits that should take the least time. Splitting k fills a device that there are too few tiles for,
-// and costs another pass over the sums.
+// and costs the time to add up the sums: of few parts in a cluster, of many by another pass over them.
 template <size_t kCount>
-Plan plan(const TileModel (&shapes)[kCount], int64_t m, int64_t n, int64_t k, int64_t bytes, int processors) {
-  constexpr double kBlock = 1500, kPass = 2500, kBytesOfProcessor = 50, kBytesOfDevice = 3000;
-  constexpr int64_t kMostSplits = 64, kLeastSteps = 4;
+Plan plan(
+    const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
+    const Device& device, bool clusters = true) {
+  constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64;
+  constexpr double kBytesOfDevice = 4000;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
-    const double read = (std::min(m, shape.m) + std::min(n, shape.n)) * shape.k * bytes / kBytesOfProcessor;
+    const double most = 2.2 * device.processors * shape.blocks / shape.processors;
+    const double read = static_cast<double>(std::min(m, shape.m) + std::min(n, shape.n)) * shape.k * bytes;
+    const double at_least = static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
     for (int64_t splits = 1; splits <= kMostSplits; ++splits) {
       const int64_t steps = ceil_div(tiling.steps, splits);
-      if (splits > 1 && (steps < kLeastSteps || tiles * splits > 4.0 * processors * shape.blocks)) break;
+      const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;
+      if (splits > 1 && (!deep || tiles * splits > most)) break;
       if (ceil_div(tiling.steps, steps) != splits) continue;
-      const double turns = std::ceil(tiles * splits / (processors / shape.processors));
+      const bool in_cluster =
+          clusters && device.has_clusters() && shape.processors == 1 && splits > 1 && splits <= kMostInCluster;
+      double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
+      if (in_cluster) {
+        const int64_t at_a_time = clusters_at_a_time(device.processors, splits) * shape.blocks;
+        turns = std::max(turns, std::floor((tiles - 1) / at_a_time) * shape.blocks + 1);
+      }
       const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
-      const double step = std::max(shape.m * shape.n * shape.k / shape.rate, read) / busy;
-      double time = turns * steps * step + std::ceil(turns / shape.blocks) * kBlock;
-      if (splits > 1) time += kPass + (8.0 * splits + bytes) * m * n / kBytesOfDevice;
+      const double step = std::max(shape.m * shape.n * shape.k / shape.rate, read / costs.processor) / busy;
+      double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
+      time = std::max(time + std::ceil(turns / shape.blocks) * costs.block, at_least);
+      if (in_cluster) {
+        time += costs.cluster + costs.per_split * splits * turns;
+      } else if (splits > 1) {
+        time += costs.pass + (8.0 * splits + bytes) * m * n / costs.sums;
+      }
       if (time < best.nanoseconds) {
         tiling.steps_per_split = steps;
-        best = {static_cast<int>(s), tiling, time};
+        best = {static_cast<int>(s), tiling, time, in_cluster};
       }
     }
   }

@@ -67,9 +67,12 @@ __host__ __device__ constexpr bool has_mma(int architecture) {
 
 // Tiles that run at the same time lie in a block of the result, so that they find each other's factors in the L2 cache.
 // There are fewer than 2^31 of them, or there would be no such launch.
-__device__ inline Place place(const Tiling& tiling, uint32_t index) {
+// Where the blocks of a cluster have the parts of one tile, those follow each other.
+__device__ inline Place place(const Tiling& tiling, uint32_t index, bool in_cluster = false) {
   const uint32_t tiles_m = static_cast<uint32_t>(tiling.tiles_m), tiles_n = static_cast<uint32_t>(tiling.tiles_n);
-  const uint32_t split = index / (tiles_m * tiles_n), tile = index % (tiles_m * tiles_n);
+  const uint32_t tiles = tiles_m * tiles_n, splits = in_cluster ? static_cast<uint32_t>(tiling.splits()) : 1;
+  const uint32_t split = in_cluster ? index % splits : index / tiles,
+                 tile = in_cluster ? index / splits : index % tiles;
   const uint32_t height = min(8u, tiles_m), group = tile / (height * tiles_n), in_group = tile % (height * tiles_n);
   const uint32_t rows = min(height, tiles_m - group * height);
   const int64_t begin = split * tiling.steps_per_split;
@@ -150,6 +153,21 @@ __device__ __forceinline__ void store_sums(const Product<T, V>& product, const P
   }
 }
 
+// Element (i, j) of the result, where it isn't finite, once more by fused multiply-adds: an infinite part of an element
+// times a part of another that is zero is NaN, and a part of the largest numbers is infinite.
+template <class V>
+__device__ inline void restore_infinite(const Product<float, V>& product, int64_t i, int64_t j) {
+  if (i >= product.m || j >= product.n) return;
+  float* to = product.c + i * product.c_outer + j * product.c_inner;
+  if (isfinite(*to)) return;
+  const float* a = product.a.data + i * product.a.outer;
+  const float* b = product.b.data + j * product.b.outer;
+  float sum = 0;
+#pragma unroll 1
+  for (int64_t k = 0; k < product.k; ++k, a += product.a.inner, b += product.b.inner) sum = fma(*a, *b, sum);
+  *to = sum;
+}
+
 __device__ inline uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
@@ -195,6 +213,13 @@ template <int kPending>
 __device__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// Lets the kernel behind this one start, if it is one that waits, and waits for what the kernel before wrote.
+__device__ inline void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 #endif
 }
 

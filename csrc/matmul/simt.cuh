@@ -1,4 +1,4 @@
-// The product by ordinary fused multiply-adds: float32 and float64 on every GPU, halves where tensor cores take none.
+// The product by ordinary fused multiply-adds: float32 on every GPU, other types where tensor cores take none.
 //
 // Two numbers: a tile of kM by kN takes 2 * kM * kN operations and kM + kN elements a step of k. A thread reads
 // kRows + kColumns of them from shared memory for kRows * kColumns multiply-adds, and as those alone can fill the slots
@@ -256,6 +256,22 @@ __device__ __forceinline__ void multiply_simt(const Product<T, V>& product, cons
     }
   }
 
+  if (product.partial == nullptr && product.c_outer == 1 && product.c_inner != 1 && product.m % S::kVec == 0) {
+    // Rows of c lie side by side, so that vectors of them are stored.
+#pragma unroll
+    for (int j = 0; j < S::kColumns; ++j) {
+      const int64_t n = first_n + column + j / kWide * kWide * S::kLanesN + j % kWide;
+#pragma unroll
+      for (int i = 0; i < S::kRows; i += S::kVec) {
+        const int64_t m = first_m + row + i * S::kLanesM;
+        V rows[S::kVec];
+#pragma unroll
+        for (int e = 0; e < S::kVec; ++e) rows[e] = sums[i + e][j];
+        if (m < product.m && n < product.n) store_vector<T, S::kVec>(product.c + m + n * product.c_inner, rows);
+      }
+    }
+    return;
+  }
   store_sums<kWide>(product, at, [&](const auto& store) {
 #pragma unroll
     for (int i = 0; i < S::kRows; ++i) {
@@ -271,7 +287,7 @@ constexpr int kMostBlocks = kArchitecture < 80 ? 1 : 4;  // Turing's shared memo
 template <class S, Reads kA, Reads kB, class T, class V>
 __global__ void __launch_bounds__(S::kThreads, std::min(S::kBlocks, kMostBlocks))
     simt_kernel(Product<T, V> product, Tiling tiling) {
-  if constexpr (sizeof(T) > 2 || !has_mma<T>(kArchitecture)) multiply_simt<S, kA, kB>(product, tiling);
+  if constexpr (std::is_same_v<T, float> || !has_mma<T>(kArchitecture)) multiply_simt<S, kA, kB>(product, tiling);
 }
 
 }  // namespace extension_cpp::matmul

@@ -51,14 +51,8 @@ __device__ inline void arrive_at(uint32_t barrier, int rank) {
       : "memory");
 }
 
-__device__ inline int rank_in_cluster() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ inline void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster.
@@ -99,6 +93,10 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
 #define SUMS_64(i)                                                                                          \
   SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24), SUMS_8(i + 32), SUMS_8(i + 40), SUMS_8(i + 48), \
       SUMS_8(i + 56)
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define OPERANDS_32                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define OPERANDS_64                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
@@ -123,12 +121,16 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
 // sums (+)= a * b, of 64 rows of a and kN of b, float16 or bfloat16, over 16 of k.
 template <class T, int kN, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t from_a, uint64_t from_b, int add_to) {
-  static_assert(kN == 128 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 256);
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kN == 256 && kHalf) {
     WGMMA("m64n256k16", "f16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
   } else if constexpr (kN == 256) {
     WGMMA("m64n256k16", "bf16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
+  } else if constexpr (kN == 64 && kHalf) {
+    WGMMA("m64n64k16", "f16", OPERANDS_32, "%32", "%33", "%34", "%35", "%36", SUMS_32(0));
+  } else if constexpr (kN == 64) {
+    WGMMA("m64n64k16", "bf16", OPERANDS_32, "%32", "%33", "%34", "%35", "%36", SUMS_32(0));
   } else if constexpr (kHalf) {
     WGMMA("m64n128k16", "f16", OPERANDS_64, "%64", "%65", "%66", "%67", "%68", SUMS_64(0));
   } else {
@@ -137,7 +139,9 @@ __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t fro
 }
 
 #undef SUMS_8
+#undef SUMS_32
 #undef SUMS_64
+#undef OPERANDS_32
 #undef OPERANDS_64
 #undef OPERANDS_128
 #undef WGMMA

@@ -60,8 +60,10 @@ def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:
         where no product or sum overflows or falls below the normal numbers: twice the bound of a sum of rounded products in
         any order, as tensor cores cut where others round.
 
-    On CUDA, float16 and bfloat16 are computed on tensor cores. float32 is computed in float32, and in tf32 only where
-    PyTorch's own switch allows it: ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or what sets that, as
+    On CUDA, float16, bfloat16 and float64 are computed on tensor cores, and on Hopper large products of float32 too: an
+    element is then a sum of three bfloat16s, which hold all of its bits unless it is below :math:`2^{-102}`. The bound is
+    the same. float32 is computed in tf32 only where PyTorch's own switch allows it:
+    ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or what sets that, as
     ``torch.set_float32_matmul_precision("high")``. Factors are then rounded to 11 bits: :math:`\varepsilon = 2^{-10}`.
 
     A transposed view is as fast as a contiguous matrix. The bits of the result are the same on every run and for every
