@@ -1,7 +1,8 @@
 """The machine's limits: bytes a second of a copy, operations a second of the fastest code there is for them.
 
 On the CPU that is a loop of independent fused multiply-adds in registers, which waits for nothing, or torch's product where
-that has instructions of its own, as AMX. On CUDA it is torch's product, and for float32 a sixth of that in bfloat16 if it is more.
+that has instructions of its own, as AMX. On CUDA it is torch's product, and for float32 a sixth of
+that in bfloat16 if it is more.
 """
 
 from __future__ import annotations
