@@ -926,7 +926,7 @@ class Contract:
             run(op, function, map_tensors(clone, args))
             with torch.profiler.profile() as profile:
                 run(op, function, map_tensors(clone, args))
-            seen = {event.name for event in profile.events() if event.name.startswith(name)}
+            seen = {event.name for event in profile.events() if event.name == name or event.name.startswith(f"{name}.")}
             assert seen == {name, *(name + suffix for suffix in suffixes)}, seen
 
     @proves("deterministic algorithms")

@@ -160,7 +160,9 @@ __global__ void __launch_bounds__(kFitThreads)
   if (threadIdx.x == 0) out->groups = grid.groups;
   auto set = [&](int k, const Axis<V>& axis, Axis<V>& to) {
     const int segment = static_cast<int>(threadIdx.x) - k * kSegments;
-    if (segment < 0 || segment >= axis.segments) return;
+    if (segment < 0 || segment >= kSegments) return;
+    to.low[segment] = to.scale[segment] = 0;  // Of segments that there aren't, which are copied with the others.
+    if (segment >= axis.segments) return;
     const auto quantile = [&](int s) {
       return taking_part == 0 ? V(0) : sorted[k][s * (taking_part - 1) / axis.segments];
     };
