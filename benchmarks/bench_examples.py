@@ -57,6 +57,8 @@ def memory_of(function: Function) -> Function:
     """What a call allocates at most, apart from what was there."""
 
     def measured(*inputs: Any) -> float:
+        for leaf in inputs:
+            leaf.grad = None  # Of another contender, which would count as memory that was there.
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
