@@ -1,6 +1,6 @@
 """What `import torch` runs in any process where the package is installed: an entry point of torch.backends.
 
-It is a module beside the package, as importing one in the package would import all of it.
+A module next to the package, as importing one in the package would import all of it.
 """
 
 import os
