@@ -62,7 +62,8 @@ struct Grid {
   // Few long rows: a row near a box is one run of slots, whatever its cells.
   Grid(const std::vector<Box<V>>& boxes, const Ranks& members) {
     constexpr int64_t kBoxesInCell = 2, kColumnsPerRow = 4, kMostCells = 1 << 22;
-    constexpr int64_t kBoxesOfSample = 16;  // A sample of so many would take longer to sort than it saves.
+    constexpr int64_t kBoxesOfSample =
+        16;  // One box in so many is enough: more would take longer to sort than they save.
     const int64_t n = members.size(), cells = std::min(n / kBoxesInCell, kMostCells);
     y.cells = std::max(1, static_cast<int>(std::sqrt(static_cast<double>(cells / kColumnsPerRow))));
     x.cells = std::max(1, static_cast<int>(cells / y.cells));

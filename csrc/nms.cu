@@ -39,7 +39,11 @@ Tensor visiting_order(Launch& launch, const View& scores) {
         kernel, ceil_div(n, kWarp * each), kRankThreads, 0, data, stride, static_cast<uint32_t>(n),
         order.mutable_data_ptr<int64_t>());
   };
-  n <= kMostBlocks* kWarp ? run(rank_kernel<1>, 1) : run(rank_kernel<4>, 4);
+  if (ceil_div(n, kWarp) <= kMostBlocks) {
+    run(rank_kernel<1>, 1);
+  } else {
+    run(rank_kernel<4>, 4);
+  }
   return order;
 }
 
