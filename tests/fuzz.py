@@ -657,13 +657,13 @@ def derivatives(contract: Contract, call: Call, args: list[Any], device: str, re
     for i in at:
         t = args[i].detach()
         given[i] = (t.contiguous() if dense and overlaps_itself(t) else t).requires_grad_()
-    wide = [a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in given]
     filled = [i for i, name in enumerate(operator.names) if name in operator.declared.filled]
     at = [i - sum(k < i for k in filled) for i in at]
     way = partial(derivative_of, call["way"], at)
     got = way(case.function, public(case, given))
     if not compared or got is None or not is_smooth(args):
         return
+    wide = [a.detach().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in given]
     for i in operator.differentiable_arguments:
         if i < len(wide) and isinstance(wide[i], Tensor):
             wide[i] = wide[i].requires_grad_()

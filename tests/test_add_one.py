@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import available_memory, strided_tensor
 
 import extension_cpp
-from extension_cpp.ops import _backends
+from extension_cpp.ops import _backends, _operator
 from extension_cpp.testing import DEVICES, FLOATING, Case, Contract, elementwise_samples, same_bits, significant_strides
 
 
@@ -49,10 +49,16 @@ def test_sparse_is_refused(function):
         function(torch.eye(3).to_sparse())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.fixture(params=DEVICES)
+def slow_nodes(request, monkeypatch):
+    """A device on which small tensors have the derivatives of PyTorch, as those of a GPU have."""
+    monkeypatch.setattr(_operator, "SLOW_NODES", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_small_tensors_have_derivatives_of_pytorch(dtype):
-    """On a GPU, for a call that records one: with the bits of the kernel, which large tensors and a backend asked for get."""
+def test_small_tensors_have_derivatives_of_pytorch(slow_nodes, dtype):
+    """For a call that records one: with the bits of the kernel, which large tensors and a backend asked for get."""
     calls = {
         "add_one": (extension_cpp.add_one, lambda a, b: (a,)),
         "my_op": (extension_cpp.my_op, lambda a, b: (a, 1 / 3)),
@@ -60,8 +66,9 @@ def test_small_tensors_have_derivatives_of_pytorch(dtype):
     }
     for function, arguments in calls.values():
         for n, small in ((1000, True), (2**22 + 1, False)):
-            a, b = torch.randn(2, n, device="cuda").to(dtype).unbind()
+            a, b = torch.randn(2, n, device=slow_nodes).to(dtype).unbind()
             args = arguments(a.requires_grad_(), b)
+            function(*args)  # The first call after an import asks who has registered a kernel.
             recorded = function(*args)
             node = recorded.grad_fn.name()
             assert (node in ("AddBackward0", "MulBackward0")) == small, node
@@ -69,9 +76,26 @@ def test_small_tensors_have_derivatives_of_pytorch(dtype):
                 assert same_bits(recorded.detach(), function(*args))
             with extension_cpp.use_backend("native"):
                 assert function(*args).grad_fn.name() not in ("AddBackward0", "MulBackward0")
-    with pytest.raises(RuntimeError, match=r"^mymul: b must have dtype"):
-        extension_cpp.mymul(a, b.to(torch.int32))
-    with pytest.raises(RuntimeError, match=r"^my_op: "):
+
+
+def test_small_tensors_are_checked(slow_nodes):
+    """What PyTorch's operators would take is refused, and a tensor without memory is no reason to stop."""
+    a = torch.randn(2, 3, device=slow_nodes, requires_grad=True)
+    dead = []
+    torch.func.grad(lambda t: dead.append(t) or t.sum())(a.detach())
+    for _ in range(2):
+        assert extension_cpp.mymul(a, dead[0]).requires_grad
+    freed = torch.randn(2, 3, device=slow_nodes)
+    freed.untyped_storage().resize_(0)
+    for args, message in (
+        ((a, a.to(torch.int32)), "b must have the dtype of a, float32, got int32"),
+        ((a, freed), "b must have "),
+        ((a.view((1,) * 65 + (2, 3)), a), "a must have at most 64 dimensions, got 67"),
+    ):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"^mymul: {message}"):
+                extension_cpp.mymul(*args)
+    with pytest.raises(RuntimeError, match="my_op.*Expected a value of type .float. for argument .scalar_arg."):
         extension_cpp.my_op(a, "3")
 
 

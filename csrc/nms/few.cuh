@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kMaskThreads) mask_kernel(
 }
 
 // One block. A warp has every so many-th tile, takes out what the tiles before it suppress as soon as each is decided,
-// and decides its own. What one tile waits for is the tile before, which takes some hundred cycles and no barrier.
+// and decides its own. What one tile waits for is the tile before, which takes some hundred cycles and no barrier:
+// racecheck, which knows no order but that of barriers, reports each access to `decided` before the last of them.
 __global__ void __launch_bounds__(kDecideThreads, 1)
     decide_kernel(const uint32_t* mask, const int64_t* order, uint32_t n, int64_t* out, int64_t* count) {
   constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 32;

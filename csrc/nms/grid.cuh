@@ -38,9 +38,9 @@ struct Grid {
     return (group * y.count() + row) * x.count();
   }
 
-  int64_t count() const { return static_cast<int64_t>(groups) * x.count() * y.count(); }
+  int64_t count() const { return groups * x.count() * y.count(); }
 
-  int groups = 0;  // none without a grid
+  int64_t groups = 0;  // None without a grid. As wide as what follows may be: kernels copy padding, too, were there any.
   Axis<V> x, y;
 };
 

@@ -62,6 +62,30 @@ def _libraries(namespace: str) -> tuple[torch.library.Library, torch.library.Lib
     return torch.library.Library(namespace, "FRAGMENT"), torch.library.Library(namespace, "FRAGMENT")
 
 
+SLOW_NODES = "cuda"
+"""The device type on which a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what
+a kernel of ours saves on a small tensor."""
+
+
+def is_small(first: Tensor, *others: Tensor) -> bool:
+    """Whether a call that records a gradient is quicker as PyTorch's own nodes: tensors that need no other check than these.
+
+    The memory is asked for last: a tensor that has none, as that of a transform that is over, raises.
+    """
+    if first.device.type != SLOW_NODES or first.numel() > 2**22 or _is_tracing() or _is_any_autocast_enabled():
+        return False
+    for t in (first, *others):
+        alike = t.dtype == first.dtype and t.shape == first.shape and t.device == first.device
+        if not alike or t.layout != torch.strided or t.is_nested:
+            return False
+    if not first.is_floating_point() or first.itemsize == 1 or first.dim() > 8:
+        return False
+    try:
+        return all(t.data_ptr() for t in (first, *others))
+    except RuntimeError:
+        return False
+
+
 _HELPERS = {
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
     "_compiling": is_dynamo_compiling,
@@ -72,8 +96,7 @@ _HELPERS = {
     "_forward_ad": forward_ad,
     "_Tensor": Tensor,
     "_Parameter": Parameter,
-    "_floating": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    "_strided": torch.strided,
+    "_is_small": is_small,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
@@ -373,8 +396,8 @@ class Operator:
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
         ways = ["_function_modes()"]  # They see what is asked of a tensor.
         recorded = f"({' or '.join(grads)}) and _grad_enabled()" if self.differentiable or self.written else ""
-        own = "" if not (self.declared.exact and self.differentiable) else " and ".join(self._alike())
-        if recorded and not own:
+        small = self.declared.exact and self.differentiable
+        if recorded and not small:
             ways.append(recorded)
         ways += ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
         if recorded:
@@ -388,19 +411,19 @@ class Operator:
             "                raise _explain(error) from None",
         ]
         quick = [*test, *kernel]
-        if own:
+        if small:
             quick = [
                 *test,
                 f"          if not ({recorded}):",
                 *kernel,
-                f"          if {own} and not (_tracing() or _autocast()):",
+                f"          if _is_small({', '.join(self.names[i] for i in self.tensors)}):",
                 f"            return _reference({', '.join(arguments)})",
             ]
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
         scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_explain": self.explain}
-        scope |= {"_reference": self.reference, "_tracing": _is_tracing, "_autocast": _is_any_autocast_enabled}
+        scope |= {"_reference": self.reference}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -424,15 +447,6 @@ class Operator:
         }
         function.operator = self
         return function
-
-    def _alike(self) -> list[str]:
-        """Whether a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what a kernel
-        of ours saves; of tensors on a GPU that need no more checks than these.
-        """
-        first, *others = (self.names[i] for i in self.tensors)
-        same = [f"{name}.{what} == {first}.{what}" for name in others for what in ("shape", "dtype", "device")]
-        kind = [f"{t}.layout is _strided and not {t}.is_nested and {t}.data_ptr() != 0" for t in (first, *others)]
-        return [f"{first}.is_cuda and {first}.numel() <= {2**22} and {first}.dtype in _floating", *same, *kind]
 
     def _make_general(self) -> Callable:
         packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors
