@@ -19,15 +19,38 @@ struct Out {
   int64_t *indices, *count;
 };
 
-// The boxes' indices in the order of visits.
+// NaN without a sign: PyTorch's sort on CUDA takes one with a sign for the least score.
+template <class T>
+__global__ void __launch_bounds__(kThreads) plain_nan_kernel(const T* from, int64_t stride, int64_t n, T* to) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const auto score = static_cast<typename Compute<T>::type>(from[i * stride]);
+  to[i] = static_cast<T>(score == score ? score : Limits<float>::nan);
+}
+
+// The boxes' indices in the order of visits, by a sort: of very many.
+Tensor sorted_order(Launch& launch, const View& scores) {
+  const Tensor plain = empty(scores, scores.dtype, scores.numel);
+  dispatch(Floating(), scores.op, scores.dtype, [&]<class T>(T) {
+    launch(
+        plain_nan_kernel<T>, ceil_div(scores.numel, kThreads), kThreads, 0,
+        static_cast<const T*>(scores.tensor->const_data_ptr()), scores.strides[0], scores.numel,
+        static_cast<T*>(plain.mutable_data_ptr()));
+  });
+  return descending(plain);
+}
+
+// The same of any number.
 Tensor visiting_order(Launch& launch, const View& scores) {
   const int64_t n = scores.numel;
   // A float32 has every value of these.
   const auto is = [&](auto... dtypes) { return ((scores.dtype == dtypes) || ...); };
-  const bool is_float32 = scores.dtype == dtypes::kFloat32;
-  const bool fits = is_float32 || is(dtypes::kFloat16, dtypes::kBFloat16, aoti_torch_dtype_uint8(),
-                                     aoti_torch_dtype_int8(), aoti_torch_dtype_int16());
-  if (n > kMostToRank || !fits) return descending(*scores.tensor);
+  const bool is_float32 = scores.dtype == dtypes::kFloat32, is_half = is(dtypes::kFloat16, dtypes::kBFloat16);
+  const bool is_short = is(aoti_torch_dtype_uint8(), aoti_torch_dtype_int8(), aoti_torch_dtype_int16());
+  if (n > kMostToRank || !(is_float32 || is_half || is_short)) {
+    const bool is_floating = is_float32 || is_half || scores.dtype == dtypes::kFloat64;
+    return is_floating ? sorted_order(launch, scores) : descending(*scores.tensor);
+  }
   const Tensor wide =
       is_float32 ? *scores.tensor : torch::stable::to(*scores.tensor, torch::headeronly::ScalarType::Float);
   const float* data = wide.const_data_ptr<float>();

@@ -42,7 +42,7 @@ inline Tensor descending(const Tensor& scores) {
 template <class V>
 struct Limits {
   static constexpr V infinity = std::numeric_limits<V>::infinity(), greatest = std::numeric_limits<V>::max(),
-                     epsilon = std::numeric_limits<V>::epsilon();
+                     epsilon = std::numeric_limits<V>::epsilon(), nan = std::numeric_limits<V>::quiet_NaN();
 };
 
 template <class V>

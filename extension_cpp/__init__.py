@@ -34,8 +34,7 @@ if _loader.libraries:
     __all__ += ["backends", "compat", "decompositions", "nn", "onnx_translations", "operator", "ops", "use_backend"]
     __all__ += ops.__all__
     _environment.install()
-
-if not TYPE_CHECKING:  # Where it would stand for any name.
+elif not TYPE_CHECKING:  # Where it would stand for any name. Python reads an attribute slower where a module has this.
 
     def __getattr__(name: str) -> Any:
         """A checkout that was not compiled has nothing but jit."""

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from extension_cpp import _elf, _machine
+from extension_cpp import _elf
 
 FOLDER = Path(__file__).parent
 MINIMUM_TORCH = (2, 10)
@@ -126,6 +126,8 @@ def check_driver(library: Path) -> None:
 
     The runtime is linked statically, so that it needs a driver of its own CUDA version, not of torch's.
     """
+    from extension_cpp import _machine  # Which only a library for CUDA needs.
+
     built, _ = _elf.built_for(library)
     supported = _machine.driver_version()
     if supported is None:  # Without a driver there are no CUDA tensors.

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
-from extension_cpp import _build, _loader, _machine
+from extension_cpp import _build, _loader
 from extension_cpp._build import BuildError
 
 __all__ = ["BuildError", "load", "source_folder"]
@@ -155,6 +155,8 @@ def unresolved(library: Path, error: str) -> str:
 def compile_libraries(sources: list[Path], name: str) -> list[Path]:
     """The libraries of `sources`, of .cpp files and, with CUDA, of .cu files; only what the cache lacks is compiled."""
     import torch
+
+    from extension_cpp import _machine
 
     try:
         nvcc, why_not = _build.find_nvcc()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
-from extension_cpp.testing import DEVICES, Case, Contract
+from extension_cpp.testing import DEVICES, FLOATING, Case, Contract
 
 try:
     import torchvision
@@ -154,6 +154,27 @@ def iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     side = np.fmax(side, side.dtype.type(0))
     inter = side[..., 0] * side[..., 1]
     return inter / (area(a) + area(b) - inter)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("n", [7, 300, 5000, 20_000])
+def test_nan_with_a_sign(device, dtype, n):
+    """It comes first as any NaN does, in the order of the boxes. PyTorch's sort on CUDA takes it for the least."""
+    generator = torch.Generator().manual_seed(n)
+    scores = torch.randn(n, generator=generator).to(dtype)
+    one = torch.tensor(torch.nan, dtype=dtype).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    bits = scores.view(one.dtype)
+    bits[::5], bits[2::5] = one, one | torch.iinfo(one.dtype).min
+    low = 10 * torch.arange(n)[:, None].expand(n, 2)
+    boxes, nan = torch.cat([low, low + 4], 1).float().to(device), scores.isnan()
+    assert torch.signbit(scores[nan]).unique().tolist() == [False, True]
+    first, order = nan.nonzero().squeeze(1), torch.where(nan, torch.inf, scores).sort(stable=True, descending=True)[1]
+    scores = scores.to(device)
+    kept = extension_cpp.nms(boxes, scores, 0.5).cpu()  # No two overlap.
+    assert torch.equal(kept, order) and torch.equal(kept[: len(first)], first)
+    if n <= 300:
+        assert torch.equal(reference_of(extension_cpp.nms)(boxes, scores, 0.5).cpu(), order)
 
 
 SPECIAL = [0.0, -0.0, 1.0, 2.0, 3.0, -1.0, INF, -INF, NAN, 3e38, -2e38, 1e-40, 2e-40, 1e-20, 1e20, 6e4]

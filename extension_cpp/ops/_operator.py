@@ -106,7 +106,7 @@ _PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", 
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)  # What else dataclasses make takes milliseconds of each import.
 class operator:
     """Declares the operator of a function's name, whose schema, signature and kernels a library has registered.
 
@@ -236,8 +236,6 @@ class Operator:
                     has = repr(argument.default_value) if argument.has_default_value() else "none"
                     what = f"the default of {argument.name} in its reference"
                     fail(self.name, f"{what} must be that of its schema, {has}, got {given[argument.name]!r}")
-        if declared.exact and not self.signature.elementwise:
-            fail(self.name, "exact=True is for elementwise operators: leave it out of the declaration")
         results = len(self.schema.returns)
         known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
         taken = (
@@ -258,6 +256,8 @@ class Operator:
     @cached_property
     def signature(self) -> Signature:
         signature = self._read_signature()
+        if self.declared.exact and not signature.elementwise:
+            fail(self.name, "exact=True is for elementwise operators: leave it out of the declaration")
         sizes = {"...", *(name for a in signature.arguments for p in a.patterns for name in p.names), *self.names}
         for field_name in ("independent", "summed", "flops"):
             for name in re.findall(r"\.\.\.|[A-Za-z_]\w*", getattr(self.declared, field_name)):

@@ -12,11 +12,18 @@ from extension_cpp.ops._operator import operator
 __all__ = ["batched_nms", "nms", "nms_padded"]
 
 
+def _order(scores: Tensor) -> Tensor:
+    """From the greatest score on, NaN first: also one with a sign, which PyTorch's sort on CUDA can take for the least."""
+    if scores.is_floating_point():
+        scores = torch.where(scores.isnan(), torch.nan, scores)
+    return scores.sort(stable=True, descending=True).indices
+
+
 def _suppress(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """The greedy method as it stands: a step for each box that is kept."""
     boxes = boxes.to(torch.promote_types(boxes.dtype, torch.float32))
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    rest = scores.sort(stable=True, descending=True).indices
+    rest = _order(scores)
     keep = [rest[:0]]
     while rest.numel():
         first, rest = rest[:1], rest[1:]
@@ -35,7 +42,7 @@ def _suppress_by_class(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshol
     for value in idxs.unique():
         members = (idxs == value).nonzero().squeeze(1)
         keep[members[_suppress(boxes[members], scores[members], iou_threshold)]] = True
-    order = scores.sort(stable=True, descending=True).indices
+    order = _order(scores)
     return order[keep[order]]
 
 
