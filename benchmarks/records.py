@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -76,7 +78,7 @@ class Results:
     @property
     def of_package(self) -> bool:
         """Of what users install, which the README is about."""
-        return self.of_operators and not self.of_models and self.family != "examples"
+        return self.of_operators and not self.of_models and self.family not in ("examples", "scaling")
 
     def cells(self) -> list[dict]:
         """The best peer's record of each case that has a peer; its ratio says how many times longer than ours it takes."""
@@ -92,7 +94,7 @@ class Results:
 
     def save(self) -> Path:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.family}-{self.device}.jsonl"
+        path = RESULTS / file_name(self.family, self.device, self.header["machine"])
         path.write_text(self.text())
         return path
 
@@ -101,6 +103,12 @@ def best_peer(case: list[dict]) -> dict | None:
     """The fastest of the peers; not another way to run ours."""
     peers = [record for record in case[1:] if not record["contender"].startswith(OURS)]
     return min(peers, key=lambda record: record["ratio"], default=None)
+
+
+def file_name(family: str, device: str, machine: str) -> str:
+    """Results of several GPUs stand side by side; of the CPU those of the last processor."""
+    gpu = re.sub(r"\W+", "-", machine.removeprefix("NVIDIA ").lower()) if device == "cuda" else ""
+    return "-".join(filter(None, (family, device, gpu))) + ".jsonl"
 
 
 def parse(text: str, source: str) -> Results:
@@ -118,20 +126,29 @@ def parse(text: str, source: str) -> Results:
 
 def load(folder: Path = RESULTS) -> list[Results]:
     """All committed results, CPU before CUDA."""
-    found = [parse(path.read_text(), relative(path)) for path in folder.glob("*.jsonl")]
+    found = [parse(path.read_text(), relative(path)) for path in sorted(folder.glob("*.jsonl"))]
     return sorted(found, key=lambda results: (results.device, results.family))
 
 
+def leading(found: list[Results]) -> list[Results]:
+    """Those of one machine of each type of device: that with the most results, of two the later name."""
+    counts = Counter((results.device, results.header["machine"]) for results in found)
+    best = {device: max((n, machine) for (of, machine), n in counts.items() if of == device)[1] for device, _ in counts}
+    return [results for results in found if results.header["machine"] == best[results.device]]
+
+
 def load_one(family: str, device: str) -> Results:
-    path = RESULTS / f"{family}-{device}.jsonl"
-    if not path.exists():
+    """Those of this machine, or of another with such a device."""
+    own = RESULTS / file_name(family, device, machine(device))
+    path = next((path for path in (own, *sorted(RESULTS.glob(f"{family}-{device}*.jsonl"))) if path.exists()), None)
+    if path is None:
         raise ResultsError(f'there are no results of {family} on {device}: make bench BENCH="--op {family}"')
     return parse(path.read_text(), relative(path))
 
 
 def load_at(commit: str, family: str, device: str) -> Results:
-    """The results that a commit has."""
-    name = f"benchmarks/results/{family}-{device}.jsonl"
+    """The results of this machine that a commit has."""
+    name = f"benchmarks/results/{file_name(family, device, machine(device))}"
     if git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
         raise ResultsError(f"there is no commit {commit} here" if git("rev-parse") is not None else "no git here")
     text = git("show", f"{commit}:{name}")

@@ -129,7 +129,7 @@ def reasons(found: list[Results]) -> str:
 
 def speed(found: list[Results]) -> str:
     """The README's section: the overview, a table a machine, and what one waits for."""
-    operators = [results for results in found if results.of_package]
+    operators = records.leading([results for results in found if results.of_package])
     if not operators:
         return "\nNothing was measured yet: `make bench`.\n"
     text = "\n" + picture("overview", "How many times longer the best peer takes, by operator", Path("."))
@@ -212,7 +212,7 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     operators = [results for results in found if results.of_operators]
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
     if of_ours := [results for results in operators if results.of_package]:
-        files[file_of("overview")] = overview.overview(of_ours)
+        files[file_of("overview")] = overview.overview(records.leading(of_ours))
     for op in drawn(operators):
         files[file_of(op)] = pictures.operator(operators, op)
     if of_models := [results for results in found if results.of_models]:
