@@ -71,6 +71,20 @@ EXTENSION_CPP_INLINE V exponential(V x) {
 #endif
 }
 
+// exp(x) of an x that isn't above 0, for a sum whose largest term is about 1: of float at most 2^-21 off, while
+// `exponential` is right to the last places of what is tiny. On CUDA a fourth of the instructions.
+template <class V>
+EXTENSION_CPP_INLINE V exponential_term(V x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<V, float>) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.4426950408889634f));
+    return power;
+  }
+#endif
+  return exponential(x);
+}
+
 template <class V>
 EXTENSION_CPP_INLINE V sigmoid(V x) {
   return 1 / (1 + exponential(-x));

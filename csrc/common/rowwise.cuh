@@ -1,29 +1,37 @@
 // Runs a row-wise operator on CUDA.
 //
 // Such an operator is bound by memory: what counts is that each row is read once, by wide accesses of which many are
-// under way. resident_kernel keeps a row in the registers of a warp or a block between accumulate and write;
-// streamed_kernel reads a row that is longer twice, by one block or, where there are too few rows for the GPU, by
-// several. Sums over rows are made without atomics: each block adds up the rows that it has, and sum_kernel the blocks'
-// sums, in order; for rows that are too long for that columns_kernel reads them again.
+// under way, and that little is computed for each element. resident_kernel keeps a row in the registers of a warp or a
+// block between accumulate and write; streamed_kernel reads a row that is longer twice, by one block or, where there
+// are too few rows for the GPU, by several. Sums over rows are made without atomics: each block adds up the rows that
+// it has, and sum_kernel the blocks' sums, in order; for rows that are too long for that columns_kernel reads them
+// again.
 //
 // Element i of a row is accumulated by the thread that has chunk i / kWidth, where the width of a chunk depends on the
 // length and the dtype alone: a layout without that alignment is read element by element in the same order.
 #pragma once
+
+#include <bit>
 
 #include "elementwise.cuh"
 #include "launch.cuh"
 
 namespace extension_cpp::detail {
 
-constexpr int kWarp = 32, kRowThreads = 512, kSumThreads = 1024;
+constexpr int kWarp = 32, kSumThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-// Threads of a block at most. Sums next to a row take registers: a block with few of them can have more threads, which
-// was faster there, and slower where there are no sums.
+// Threads of a block at most, of resident_kernel. Sums next to a row take registers: a block with few of them can have
+// more threads, which was faster there, and slower where there are no sums.
 template <class T>
 constexpr int threads_of(int sums, int elements) {
   return sums && sizeof(T) * elements <= 32 ? 1024 : 512;
 }
+
+// The same of streamed_kernel. Where it writes, the blocks under way should be few, so that rows are still in the cache
+// when they are read again.
+template <class Formula>
+constexpr int kStreamThreads = RowShape<Formula>::kWrites ? 512 : 256;
 
 template <class Formula>
 struct RowParameters {
@@ -31,7 +39,7 @@ struct RowParameters {
   void* results[RowShape<Formula>::kOut];
   Leading<RowShape<Formula>::kIn> leading;
   int64_t count, size;  // of rows, of elements in one
-  unsigned wide;        // bit e: the chunks of the e-th argument that has elements are aligned
+  bool wide;            // the chunks of all arguments are aligned
 };
 
 template <class State>
@@ -46,23 +54,23 @@ __device__ __forceinline__ State shuffle_xor(const State& state, int mask) {
   return other;
 }
 
-// The state of all lanes, with the same bits in each.
+// The state of all lanes, with the same bits in each: of two lanes' states the lower lane's comes first. Each lane
+// combines in both orders, of which sums are one to the compiler: in two branches lanes would wait for each other.
 template <class Formula, class State>
 __device__ __forceinline__ State combine_warp(const Formula& formula, State state) {
 #pragma unroll
   for (int mask = 1; mask < kWarp; mask *= 2) {
-    State other = shuffle_xor(state, mask);
-    if (threadIdx.x & mask) {
-      formula.combine(other, state);
-      state = other;
-    } else {
-      formula.combine(state, other);
-    }
+    const State other = shuffle_xor(state, mask);
+    State swapped = other;
+    formula.combine(swapped, state);
+    formula.combine(state, other);
+    if (threadIdx.x & mask) state = swapped;
   }
   return state;
 }
 
-// The same of a block. Calls alternate between two places, so that one barrier is enough.
+// The same of a block, unless the formula writes nothing: then only its first warp has it. Calls alternate between two
+// places, so that one barrier is enough.
 template <class Formula, class State>
 __device__ __forceinline__ State combine_block(const Formula& formula, State state, bool odd) {
   __shared__ alignas(16) unsigned char memory[2 * kWarp * sizeof(State)];
@@ -71,6 +79,7 @@ __device__ __forceinline__ State combine_block(const Formula& formula, State sta
   const int lane = threadIdx.x % kWarp;
   if (lane == 0) states[threadIdx.x / kWarp] = state;
   __syncthreads();
+  if (!RowShape<Formula>::kWrites && threadIdx.x >= kWarp) return state;
   return combine_warp(formula, lane < static_cast<int>(blockDim.x) / kWarp ? states[lane] : State{});
 }
 
@@ -89,6 +98,11 @@ struct RowOnCuda {
   using Shape = RowShape<Formula>;
   using State = typename StateOf<Formula, V>::type;
   using Vector = Vec<T, kWidth>;
+  // A chunk in registers. As words: values of 16 bits would be unpacked where they are loaded, for which each load
+  // would be waited for before the next one.
+  using Raw = std::conditional_t<kWidth == 1, Vector, uint4>;
+  // Chunks of kColumns are loaded with those of the row if registers can hold both, and otherwise where they are used.
+  static constexpr bool kKeepsColumns = kEach * sizeof(Raw) <= 64;
   static constexpr int kElements = Shape::kElements;
   static constexpr auto kElementsSequence = std::make_index_sequence<kElements>();
   static constexpr auto kWrittenSequence = std::make_index_sequence<Shape::kRowsOut + Shape::kSums>();
@@ -103,19 +117,23 @@ struct RowOnCuda {
   };
 
   __device__ RowOnCuda(const RowParameters<Formula>& p, const Formula& formula)
-      : p(p), formula(formula), chunks(p.size / kWidth) {}
+      : p(p), formula(formula), chunks(p.size / kWidth) {
+    place<kColumns>(kElementsSequence);
+  }
 
   __device__ __forceinline__ void go_to(int64_t row) {
     index = row;
-    place(kElementsSequence);
+    place<kRows>(kElementsSequence);
+    place_results(kWrittenSequence);
   }
 
-  // Chunks first, first + step, ... of the arguments with rows, up to `end`.
+  // Chunks first, first + step, ... up to `end`.
   template <class Index>
   __device__ __forceinline__ void load(Index first, Index step, Index end) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      if (first + j * step < end) load_chunk<kRows>(raw[j], first + j * step, kElementsSequence);
+    if (kWidth == 1 || p.wide) {
+      load_all<true>(first, step, end);
+    } else {
+      load_all<false>(first, step, end);
     }
   }
 
@@ -124,8 +142,7 @@ struct RowOnCuda {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if (first + j * step >= end) continue;
-      // Where they are used, rather than to keep registers for them: they are in the first-level cache.
-      load_chunk<kColumns>(raw[j], first + j * step, kElementsSequence);
+      load_columns(j, first + j * step);
 #pragma unroll
       for (int w = 0; w < kWidth; ++w) {
         V in[kElements];
@@ -160,7 +177,7 @@ struct RowOnCuda {
     for (int j = 0; j < kEach; ++j) {
       const Index chunk = first + j * step;
       if (chunk >= end) continue;
-      load_chunk<kColumns>(raw[j], chunk, kElementsSequence);
+      load_columns(j, chunk);
       Vector out[Shape::kRowsOut + 1];
 #pragma unroll
       for (int w = 0; w < kWidth; ++w) {
@@ -176,7 +193,7 @@ struct RowOnCuda {
   // The sums over rows alone, of the first chunk that is loaded.
   template <class Kept, class Add>
   __device__ __forceinline__ void add_only(const Kept& kept, int64_t chunk, const Add& add) {
-    load_chunk<kColumns>(raw[0], chunk, kElementsSequence);
+    load_columns(0, chunk);
     Vector out[Shape::kRowsOut + 1];
 #pragma unroll
     for (int w = 0; w < kWidth; ++w) {
@@ -191,37 +208,81 @@ struct RowOnCuda {
   const int64_t chunks;
   int64_t index;
   const T* at[kElements];
-  Vector raw[kEach][kElements];
+  T* to[Shape::kRowsOut + 1];
+  Raw raw[kEach][kElements];
 
  private:
-  template <size_t... E>
-  __device__ __forceinline__ void place(std::index_sequence<E...>) {
-    ((at[E] = static_cast<const T*>(p.data[Shape::template element_at<E>]) +
-              p.leading.offset(Shape::template element_at<E>, index)),
-     ...);
-  }
-
   template <Role role, size_t... E>
-  __device__ __forceinline__ void load_chunk(Vector* to, int64_t chunk, std::index_sequence<E...>) const {
-    (load_one<role, E>(to[E], chunk), ...);
+  __device__ __forceinline__ void place(std::index_sequence<E...>) {
+    (place_one<role, E>(), ...);
   }
 
   template <Role role, size_t E>
-  __device__ __forceinline__ void load_one(Vector& to, int64_t chunk) const {
+  __device__ __forceinline__ void place_one() {
+    constexpr int k = Shape::template element_at<E>;
+    if constexpr (Shape::In::kAt[k] == role) {
+      at[E] = static_cast<const T*>(p.data[k]) + (role == kRows ? p.leading.offset(k, index) : 0);
+    }
+  }
+
+  template <size_t... O>
+  __device__ __forceinline__ void place_results(std::index_sequence<O...>) {
+    (place_result<O>(), ...);
+  }
+
+  template <size_t O>
+  __device__ __forceinline__ void place_result() {
+    constexpr int k = Shape::template written_at<O>;
+    if constexpr (Shape::Out::kAt[k] == kRows) {
+      to[Shape::template written_place<O>] = static_cast<T*>(p.results[k]) + index * p.size;
+    }
+  }
+
+  template <bool kWide, class Index>
+  __device__ __forceinline__ void load_all(Index first, Index step, Index end) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const Index chunk = first + j * step;
+      if (chunk >= end) continue;
+      load_chunk<kRows, kWide>(raw[j], chunk, kElementsSequence);
+      if constexpr (kKeepsColumns) load_chunk<kColumns, kWide>(raw[j], chunk, kElementsSequence);
+    }
+  }
+
+  // What `load` has left.
+  __device__ __forceinline__ void load_columns(int j, int64_t chunk) {
+    if constexpr (kKeepsColumns) {
+      return;
+    } else if (kWidth == 1 || p.wide) {
+      load_chunk<kColumns, true>(raw[j], chunk, kElementsSequence);
+    } else {
+      load_chunk<kColumns, false>(raw[j], chunk, kElementsSequence);
+    }
+  }
+
+  template <Role role, bool kWide, size_t... E>
+  __device__ __forceinline__ void load_chunk(Raw* to, int64_t chunk, std::index_sequence<E...>) const {
+    (load_one<role, kWide, E>(to[E], chunk), ...);
+  }
+
+  template <Role role, bool kWide, size_t E>
+  __device__ __forceinline__ void load_one(Raw& to, int64_t chunk) const {
     if constexpr (Shape::In::kAt[Shape::template element_at<E>] == role) {
       const T* from = at[E] + chunk * kWidth;
-      if (p.wide >> E & 1) {
-        to = *reinterpret_cast<const Vector*>(from);
+      if constexpr (kWide) {
+        to = *reinterpret_cast<const Raw*>(from);
       } else {
+        Vector values;
 #pragma unroll
-        for (int w = 0; w < kWidth; ++w) to.values[w] = from[w];
+        for (int w = 0; w < kWidth; ++w) values.values[w] = from[w];
+        to = std::bit_cast<Raw>(values);
       }
     }
   }
 
   __device__ __forceinline__ void values(V* in, int j, int w) const {
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) in[e] = static_cast<V>(raw[j][e].values[w]);
+    for (int e = 0; e < kElements; ++e) in[e] = static_cast<V>(std::bit_cast<Vector>(raw[j][e]).values[w]);
   }
 
   template <class Result, class Add, size_t... O>
@@ -249,8 +310,7 @@ struct RowOnCuda {
   __device__ __forceinline__ void store_one(const Vector* out, int64_t chunk) const {
     constexpr int k = Shape::template written_at<O>, place = Shape::template written_place<O>;
     if constexpr (Shape::Out::kAt[k] == kRows) {
-      T* const to = static_cast<T*>(p.results[k]) + index * p.size + chunk * kWidth;
-      *reinterpret_cast<Vector*>(to) = out[place];
+      *reinterpret_cast<Vector*>(to[place] + chunk * kWidth) = out[place];
     }
   }
 };
@@ -283,6 +343,7 @@ __global__ void __launch_bounds__(
         odd = !odd;
       }
     }
+    if (!Shape::kWrites && first > 0) continue;
     const auto kept = row.finish(state, first == 0);
     if constexpr (Shape::kWrites) {
       auto add = [&](int s, int j, int w, V value) { held[s][j * kWidth + w] += value; };
@@ -324,7 +385,7 @@ enum Stage { kWhole, kAccumulate, kWrite };
 
 // Rows of any length: `splits` blocks each. states: of each block; kept: of each row, where columns_kernel needs it.
 template <class Formula, class T, int kWidth, class State, class Kept>
-__global__ void __launch_bounds__(kRowThreads, 2) streamed_kernel(
+__global__ void __launch_bounds__(kStreamThreads<Formula>, 1024 / kStreamThreads<Formula>) streamed_kernel(
     const __grid_constant__ RowParameters<Formula> p, Formula formula, Stage stage, int splits, State* states,
     Kept* all_kept) {
   constexpr int kEach = 4;
@@ -353,6 +414,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) streamed_kernel(
         continue;
       }
     }
+    if (!Code::Shape::kWrites && threadIdx.x > 0) continue;
     const bool stores = threadIdx.x == 0 && item % splits == 0;
     const Kept kept = row.finish(state, stores);
     if (stores && all_kept) all_kept[item / splits] = kept;
@@ -427,11 +489,13 @@ class RowLaunches {
 
   void run() {
     if (chunks_ <= kWarp * kUsual) return resident<kUsual, true>(Shape::kSums ? 512 : kThreads);
-    constexpr int kThreadsAtMost = threads_of<T>(Shape::kSums, kUsual * kWidth);
-    const int64_t threads = std::min<int64_t>(ceil_div(chunks_, kUsual * kWarp) * kWarp, kThreadsAtMost);
-    if (chunks_ <= threads * kUsual) return resident<kUsual, false>(static_cast<int>(threads));
-    if constexpr (kMost > kUsual) {
-      if (chunks_ <= threads * kMost && !few()) return resident<kMost, false>(static_cast<int>(threads));
+    if constexpr (Shape::kWrites) {  // Otherwise a row isn't read again.
+      constexpr int kThreadsAtMost = threads_of<T>(Shape::kSums, kUsual * kWidth);
+      const int64_t threads = std::min<int64_t>(ceil_div(chunks_, kUsual * kWarp) * kWarp, kThreadsAtMost);
+      if (chunks_ <= threads * kUsual) return resident<kUsual, false>(static_cast<int>(threads));
+      if constexpr (kMost > kUsual) {
+        if (chunks_ <= threads * kMost && !few()) return resident<kMost, false>(static_cast<int>(threads));
+      }
     }
     streamed();
   }
@@ -460,7 +524,11 @@ class RowLaunches {
 
   void streamed() {
     const auto kernel = streamed_kernel<Formula, T, kWidth, State, Kept>;
-    const int64_t least = int64_t{kRowThreads} * kUsual;  // chunks that a block takes at a time
+    // The states of a row's threads take as long to combine as some of its chunks: short rows have fewer threads.
+    const int64_t warps =
+        std::clamp<int64_t>(ceil_div(chunks_, 4 * kUsual * kWarp), 1, kStreamThreads<Formula> / kWarp);
+    const int threads = Shape::kWrites ? kStreamThreads<Formula> : static_cast<int>(warps * kWarp);
+    const int64_t least = int64_t{kStreamThreads<Formula>} * kUsual;  // chunks that are worth a block
     const int64_t wanted = few() ? ceil_div(2 * processors_, p_.count) : 1;
     const int splits = static_cast<int>(std::clamp<int64_t>(std::min(wanted, chunks_ / least), 1, 512));
     const int64_t blocks = std::min<int64_t>(p_.count * splits, 0x7fffffff);
@@ -469,9 +537,9 @@ class RowLaunches {
     State* const state = static_cast<State*>(states.mutable_data_ptr());
     Kept* const keep = Shape::kSums ? static_cast<Kept*>(kept.mutable_data_ptr()) : nullptr;
     if (splits > 1 && Accumulates<Formula, V>) {
-      launch_(kernel, blocks, kRowThreads, 0, p_, formula_, kAccumulate, splits, state, keep);
+      launch_(kernel, blocks, threads, 0, p_, formula_, kAccumulate, splits, state, keep);
     }
-    launch_(kernel, blocks, kRowThreads, 0, p_, formula_, splits > 1 ? kWrite : kWhole, splits, state, keep);
+    launch_(kernel, blocks, threads, 0, p_, formula_, splits > 1 ? kWrite : kWhole, splits, state, keep);
     if constexpr (Shape::kSums > 0) {
       const int64_t columns = ceil_div(chunks_, kThreads);
       const int64_t parts = std::min<int64_t>(p_.count, std::max<int64_t>(1, 16 * processors_ / columns));
@@ -522,19 +590,17 @@ void run_rows(
       return;
     }
     constexpr int kWidth = 16 / sizeof(T);
-    p.wide = 0;
+    p.wide = true;
     for (int e = 0; e < Shape::kElements; ++e) {
       const int k = Shape::kElementsAt[e];
-      bool wide = reinterpret_cast<uintptr_t>(p.data[k]) % 16 == 0;
+      p.wide = p.wide && reinterpret_cast<uintptr_t>(p.data[k]) % 16 == 0;
       for (int d = 0; Shape::In::kAt[k] == kRows && d < p.leading.ndim; ++d) {
-        wide = wide && p.leading.strides[k][d] % kWidth == 0;
+        p.wide = p.wide && p.leading.strides[k][d] % kWidth == 0;
       }
-      p.wide |= unsigned{wide} << e;
     }
     if (p.size % kWidth == 0) {
       RowLaunches<Formula, T, kWidth>(launch, first, p, formula).run();
     } else {
-      p.wide = 0;
       RowLaunches<Formula, T, 1>(launch, first, p, formula).run();
     }
   });

@@ -72,6 +72,7 @@ struct Leading {
 
   EXTENSION_CPP_INLINE int64_t offset(int k, int64_t row) const {
     int64_t at = 0;
+#pragma unroll 1  // It is rarely entered, and divisions are long.
     for (int d = 0; d + 1 < ndim; ++d, row /= sizes[d - 1]) at += row % sizes[d] * strides[k][d];
     return ndim == 0 ? 0 : at + row * strides[k][ndim - 1];
   }

@@ -37,7 +37,7 @@ struct CrossEntropy {
   // One exp: either x or what the maximum was until now is the smaller one.
   template <class V>
   EXTENSION_CPP_INLINE void accumulate(State<V>& state, V x) const {
-    const V larger = x > state.max ? x : state.max, term = exponential(-std::abs(x - state.max));
+    const V larger = x > state.max ? x : state.max, term = exponential_term(-std::abs(x - state.max));
     state.sum = x > state.max ? state.sum * term + 1 : state.sum + term;
     state.max = larger;
     state.total += x;
@@ -46,7 +46,7 @@ struct CrossEntropy {
   template <class V>
   EXTENSION_CPP_INLINE void combine(State<V>& state, const State<V>& other) const {
     const V larger = other.max > state.max ? other.max : state.max;
-    state.sum = state.sum * exponential(state.max - larger) + other.sum * exponential(other.max - larger);
+    state.sum = state.sum * exponential_term(state.max - larger) + other.sum * exponential_term(other.max - larger);
     state.max = larger;
     state.total += other.total;
   }
