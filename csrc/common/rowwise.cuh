@@ -11,8 +11,6 @@
 // length and the dtype alone: a layout without that alignment is read element by element in the same order.
 #pragma once
 
-#include <bit>
-
 #include "elementwise.cuh"
 #include "launch.cuh"
 
@@ -41,6 +39,15 @@ struct RowParameters {
   int64_t count, size;  // of rows, of elements in one
   bool wide;            // the chunks of all arguments are aligned
 };
+
+// std::bit_cast, which device code can't call.
+template <class To, class From>
+__device__ __forceinline__ To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
 
 template <class State>
 __device__ __forceinline__ State shuffle_xor(const State& state, int mask) {
@@ -275,14 +282,14 @@ struct RowOnCuda {
         Vector values;
 #pragma unroll
         for (int w = 0; w < kWidth; ++w) values.values[w] = from[w];
-        to = std::bit_cast<Raw>(values);
+        to = bits_as<Raw>(values);
       }
     }
   }
 
   __device__ __forceinline__ void values(V* in, int j, int w) const {
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) in[e] = static_cast<V>(std::bit_cast<Vector>(raw[j][e]).values[w]);
+    for (int e = 0; e < kElements; ++e) in[e] = static_cast<V>(bits_as<Vector>(raw[j][e]).values[w]);
   }
 
   template <class Result, class Add, size_t... O>
