@@ -80,11 +80,10 @@ def vmap(op: Any) -> str:
     """In how many calls; `Contract.check_calls_of_vmap` counts them."""
     if op.written:
         return "if PyTorch batches its reference"
-    if op.declared.vmap:
-        return "its own rule"
     if op.signature.elementwise:
         return "one call"
-    other, along = "batched reference" if op.differentiable else "a call each", one_call_along(op)
+    along = one_call_along(op)
+    other = "its own rule" if op.declared.vmap else "batched reference" if op.differentiable else "a call each"
     return f"one call along {', '.join(along)}, else {other}" if along else other
 
 

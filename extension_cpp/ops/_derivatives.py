@@ -370,7 +370,7 @@ def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args:
         for i in with_it:
             t, dim = args[i], in_dims[i]
             at = patterns[i].sizes.index(name) - len(patterns[i].sizes)  # from the last dimension
-            t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0) if dim else t
             size = t.shape[at]
             merged[i] = t.movedim(0, at - 1).flatten(t.dim() + at - 1, t.dim() + at)
         found = _call_with(operator, args, merged)
@@ -437,9 +437,9 @@ def _within(backend: str | None, function: Callable) -> Callable:
 
 def batch_first(in_dims: Sequence[int | None], *tensors: Tensor) -> list[Tensor]:
     """For vmap: tensors whose batch is their first dimension and which broadcast as their elements do."""
-    first = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims)]
+    first = [t if not dim else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims)]
     dims = max(t.dim() - (dim is not None) for t, dim in zip(first, in_dims))
     return [
-        t if dim is None else t.reshape(t.shape[0], *(1,) * (dims + 1 - t.dim()), *t.shape[1:])
+        t if dim is None or t.dim() > dims else t.reshape(t.shape[0], *(1,) * (dims + 1 - t.dim()), *t.shape[1:])
         for t, dim in zip(first, in_dims)
     ]
