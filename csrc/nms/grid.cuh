@@ -237,7 +237,8 @@ class WarpAxis {
   V low_, scale_;
 };
 
-// A block draws as many ranks as it has warps, and a warp decides a rank. Without a bound on the blocks of a
+// A block draws as many ranks as it has warps, and a warp decides a rank. racecheck reports the accesses to `decided`,
+// which need no barrier: a status that is read too early only costs time. Without a bound on the blocks of a
 // multiprocessor ptxas would spill registers for a rounder number of them.
 template <bool kBatched, class V>
 __global__ void __launch_bounds__(kResolveThreads, 1)
