@@ -95,7 +95,7 @@ def test_small_tensors_are_checked(slow_nodes):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=f"^mymul: {message}"):
                 extension_cpp.mymul(*args)
-    with pytest.raises(RuntimeError, match="my_op.*Expected a value of type .float. for argument .scalar_arg."):
+    with pytest.raises(RuntimeError, match=r"my_op.*Expected a value of type .float. for argument .scalar_arg."):
         extension_cpp.my_op(a, "3")
 
 

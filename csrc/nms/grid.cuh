@@ -40,7 +40,7 @@ struct Grid {
 
   int64_t count() const { return groups * x.count() * y.count(); }
 
-  int64_t groups = 0;  // None without a grid. As wide as what follows may be: kernels copy padding, too, were there any.
+  int64_t groups = 0;  // None without a grid. Of 64 bits, so that no padding follows, which kernels would copy.
   Axis<V> x, y;
 };
 
