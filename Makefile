@@ -101,9 +101,9 @@ op: build
 endif
 
 # After each edit of operator NAME: compiles what has changed, runs its contract and times it, in seconds; saves nothing. ALL=1
-# also checks what torch.compile and torch.export make of it.
+# also checks what torch.compile and torch.export make of it; WATCH=1 goes on, and checks after each edit, in fewer seconds.
 check: $(READY)
-	@$(TOOLS) $(RUN) -m templates.check "$(NAME)" $(if $(ALL),--all)
+	@$(TOOLS) $(RUN) -m templates.check "$(NAME)" $(if $(ALL),--all) $(if $(WATCH),--watch)
 
 # Operator NAME becomes TO, in its files; what else names it (documents, other modules) is not changed.
 op-rename: $(READY)

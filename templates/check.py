@@ -10,7 +10,10 @@ import re
 import runpy
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -31,6 +34,7 @@ def stem_of(name: str) -> str:
 
 # Neither the package, which is imported once it is compiled, nor Triton, which the tests import with its interpreter.
 IMPORTED = ("hypothesis", "pytest", "rich.console", "sympy", "torch")
+COMPILER = ("torch._dynamo", "torch.export", "torch._inductor.compile_fx")
 
 
 def build() -> None:
@@ -47,7 +51,8 @@ def build() -> None:
 
 
 class Only:
-    """Of a family's tests the contract of an operator, in two dtypes; of every operator if the name is the family's.
+    """Of a family's tests the contract of an operator, in two dtypes and an integer one, if it takes any; of every operator
+    if the name is the family's.
 
     The reference, which is PyTorch, is not checked against itself. What PyTorch's compiler makes of the operator follows from
     its declaration and takes longer than all else: that is checked only if it is asked for.
@@ -65,7 +70,8 @@ class Only:
         if case is None or self.name not in (case.name, case.operator.stem):
             return False
         chosen = params.params if params else {}
-        few = {torch.float32, torch.bfloat16} & {*case.dtypes} or {*case.dtypes}
+        others = [dtype for dtype in case.dtypes if not dtype.is_floating_point]
+        few = {torch.float32, torch.bfloat16} & {*case.dtypes} | {*others[:1]} or {*case.dtypes}
         return (
             chosen.get("chosen") != "reference"
             and ("dtype" not in chosen or chosen["dtype"] in few)
@@ -96,6 +102,8 @@ def contract(test: str, name: str, compiled: bool) -> int:
         other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said.seek(0)
         print(said.read(), end="")
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        sys.exit(f"templates.check: {test} has no contract of {name}: a subclass of Contract with its Case")
     return status or other
 
 
@@ -133,10 +141,41 @@ def main(name: str, compiled: bool) -> None:
     print(f"checked in two dtypes; {left}every dtype: {sys.executable} -m pytest {test}; everything: make test")
 
 
+def sources() -> dict[Path, int]:
+    """The files that a check depends on, and when each was written."""
+    found = {}
+    for folder in ("csrc", "extension_cpp", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"):
+                with suppress(FileNotFoundError):  # An editor's, between two writes.
+                    found[path] = path.stat().st_mtime_ns
+    return found
+
+
+def watch(name: str, compiled: bool) -> None:
+    """Check again after each edit, in a process that finds PyTorch and its compiler imported."""
+    for module in (*IMPORTED, *COMPILER):
+        import_module(module)
+    seen: dict[Path, int] = {}
+    while True:
+        if (now := sources()) != seen:
+            start, seen = time.monotonic(), now
+            process = get_context("fork").Process(target=main, args=(name, compiled))
+            process.start()
+            process.join()
+            said = "failed" if process.exitcode else "passed"
+            print(f"{said} after {time.monotonic() - start:.1f} s; waiting for the next edit, until Ctrl+C", flush=True)
+        time.sleep(0.1)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m templates.check", description=__doc__)
     parser.add_argument("name", help="of an operator or a family")
     parser.add_argument("--all", action="store_true", help="also what torch.compile and torch.export make of it")
+    parser.add_argument("--watch", action="store_true", help="check again after each edit, until Ctrl+C")
     given = parser.parse_args()
     os.chdir(ROOT)
-    main(given.name, given.all)
+    try:
+        (watch if given.watch else main)(given.name, given.all)
+    except KeyboardInterrupt:
+        sys.exit(130)

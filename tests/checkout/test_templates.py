@@ -325,6 +325,32 @@ class TestAdd:
         formula.write_text(written)
         assert contents(checkout.path) == before
 
+    def test_watch(self, monkeypatch, capfd):
+        """`make check WATCH=1`: once for what is there and once for each other state of the sources, failed or not."""
+
+        def main(name: str, compiled: bool) -> None:
+            sys.exit(f"{name} is wrong" if state == {"a": 2} else 0)
+
+        def sources() -> dict[str, int]:
+            nonlocal state
+            state = next(states)
+            return state
+
+        state, states = {}, iter([{"a": 1}, {"a": 1}, {"a": 2}, {"a": 2}, {"a": 2, "b": 1}])
+        monkeypatch.setattr(check, "main", main)
+        monkeypatch.setattr(check, "sources", sources)
+        with pytest.raises(StopIteration):
+            check.watch("scale", False)
+        said = capfd.readouterr()
+        assert re.findall("^(passed|failed) after", said.out, re.MULTILINE) == ["passed", "failed", "passed"]
+        assert said.err.count("scale is wrong") == 1
+
+    def test_sources(self):
+        """What a check depends on."""
+        found = {str(path.relative_to(op.ROOT)) for path in check.sources()}
+        assert {"csrc/module.cpp", "extension_cpp/testing.py", "tests/conftest.py"} <= found
+        assert not any(path.endswith(".so") for path in found)
+
     def test_what_every_operator_must_have(self, checkout):
         """Kernels, and examples in docstrings."""
         files = ["tests/test_libraries.py", *(f"tests/checkout/test_{name}.py" for name in ("docs", "report"))]
@@ -452,6 +478,7 @@ def test_make_passes_them_on():
         ("op NAME=scale KIND=triton SHAPE=in-place", 'templates.op add "scale" --kind "triton" --shape "in-place"'),
         ("check NAME=scale", 'templates.check "scale"'),
         ("check NAME=scale ALL=1", 'templates.check "scale" --all'),
+        ("check NAME=scale WATCH=1", 'templates.check "scale"  --watch'),
         ("op-rename NAME=scale TO=scaled", 'templates.op rename "scale" --to "scaled"'),
         ("op-remove NAME=scale FORCE=1", 'templates.op remove "scale" --force'),
         ("new-distribution NAME=my_ops DEST=../my_ops", f'--data "name=my_ops" --defaults "{ROOT}" "../my_ops"'),
