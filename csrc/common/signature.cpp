@@ -81,7 +81,8 @@ void Operator::read() {
 }
 
 int Operator::name_index(std::string_view name) const {
-  const auto at = std::find(names_.begin(), names_.end(), name);
+  const auto same = [&](const std::string& known) { return known[0] == name[0] && known == name; };
+  const auto at = std::find_if(names_.begin(), names_.end(), same);
   return at == names_.end() ? -1 : static_cast<int>(at - names_.begin());
 }
 

@@ -181,61 +181,65 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
     gradients = operator.differentiable_arguments if operator.differentiable else []
     broadcasts, count = operator.signature.broadcasts, len(operator.names)
 
-    class Derivative(torch.autograd.Function):
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            if quick:
-                return _dispatch_call_boxed(operator.kernel, *args)
-            with _AutoDispatchBelowAutograd():
-                return overload(*args)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            outputs = (output,) if results == 1 else output
-            if not operator.differentiable:
-                ctx.mark_non_differentiable(*outputs)
-                return
-            needs = ctx.needs_input_grad
-            if kept:
-                ctx.save_for_backward(
-                    *(
-                        (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
-                        for source, at, other in kept
-                    )
-                )
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        outputs = (output,) if results == 1 else output
+        if not operator.differentiable:
+            ctx.mark_non_differentiable(*outputs)
+            return
+        needs = ctx.needs_input_grad
+        if kept:
+            ctx.save_for_backward(
+                *[
+                    (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
+                    for source, at, other in kept
+                ]
+            )
+        if not broadcasts:  # Else autograd itself sums a gradient to the shape of its argument.
             ctx.shapes = [None if inputs[i] is None else inputs[i].shape for i in gradients]
+        if numbers:
             ctx.numbers = [inputs[at] for at in numbers]
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            saved, needs = ctx.saved_tensors if kept else (), ctx.needs_input_grad
-            given = [
-                saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs
-                for source, at in takes
-            ]
-            found = formula(*grads, *given)
-            found = (found,) if isinstance(found, Tensor) or found is None else found
-            if once and torch.is_grad_enabled():
-                given = [t for t in (*grads, *given) if isinstance(t, Tensor)]
-                found = [None if grad is None else Once.apply(operator.name, grad, *given) for grad in found]
-            if len(found) != len(gradients):
-                names = ", ".join(operator.names[i] for i in gradients)
-                fail(operator.name, f"backward must return the gradients of {names}, got {len(found)} values")
-            every: list[Any] = [None] * count
-            for i, shape, grad in zip(gradients, ctx.shapes, found):
-                if grad is not None and shape is not None and needs[i]:
-                    if grad.shape != shape:
-                        grad = grad.sum_to_size(shape) if broadcasts else grad.reshape(shape)
-                    every[i] = grad
-            return tuple(every)
+    def forward(*args: Any) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return overload(*args)
 
-        @staticmethod
-        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-            return _within(backend, partial(_vmap, operator, overload))(info, in_dims, *args)
+    def forward_and_keep(ctx: Any, *args: Any) -> Any:
+        result = _dispatch_call_boxed(operator.kernel, *args)
+        keep(ctx, args, result)
+        return result
 
-    Derivative.__name__ = Derivative.__qualname__ = f"{operator.name}_derivative"
-    backward: Any = Derivative._backward_cls  # type: ignore[attr-defined]
-    backward.__name__ = f"{operator.name}Backward"  # The name in a profile, and of grad_fn.
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved, needs = ctx.saved_tensors if kept else (), ctx.needs_input_grad
+        given = [
+            saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs
+            for source, at in takes
+        ]
+        found = formula(*grads, *given)
+        found = (found,) if isinstance(found, Tensor) or found is None else found
+        if once and torch.is_grad_enabled():
+            given = [t for t in (*grads, *given) if isinstance(t, Tensor)]
+            found = [None if grad is None else Once.apply(operator.name, grad, *given) for grad in found]
+        if len(found) != len(gradients):
+            names = ", ".join(operator.names[i] for i in gradients)
+            fail(operator.name, f"backward must return the gradients of {names}, got {len(found)} values")
+        every: list[Any] = [None] * count
+        for i, grad in zip(gradients, found):
+            if needs[i]:
+                every[i] = grad
+        if not broadcasts:
+            for i, shape in zip(gradients, ctx.shapes):
+                if every[i] is not None and every[i].shape != shape:
+                    every[i] = every[i].reshape(shape)
+        return tuple(every)
+
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _within(backend, partial(_vmap, operator, overload))(info, in_dims, *args)
+
+    parts = {"forward": forward_and_keep} if quick else {"forward": forward, "setup_context": keep, "vmap": vmap}
+    body = {name: staticmethod(part) for name, part in {**parts, "backward": backward}.items()}
+    Derivative: Any = type(torch.autograd.Function)(f"{operator.name}_derivative", (torch.autograd.Function,), body)
+    # The name in a profile, and of grad_fn.
+    Derivative._backward_cls.__name__ = f"{operator.name}Backward"
     return Derivative
 
 

@@ -72,7 +72,7 @@ def is_small(first: Tensor, *others: Tensor) -> bool:
 
     The memory is asked for last: a tensor that has none, as that of a transform that is over, raises.
     """
-    if first.device.type != SLOW_NODES or first.numel() > 2**22 or _is_tracing() or _is_any_autocast_enabled():
+    if first.device.type != SLOW_NODES or first.numel() > 2**22:
         return False
     for t in (first, *others):
         alike = t.dtype == first.dtype and t.shape == first.shape and t.device == first.device
@@ -96,6 +96,9 @@ _HELPERS = {
     "_forward_ad": forward_ad,
     "_Tensor": Tensor,
     "_Parameter": Parameter,
+    "_tracing": _is_tracing,
+    "_autocast": _is_any_autocast_enabled,
+    "_unwrap": unwrap_if_dead,
     "_is_small": is_small,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
@@ -371,59 +374,55 @@ class Operator:
         <op>.kernel, which has no derivative. Entering a formula that is registered in Python takes longer than the operator
         itself takes on small tensors.
         """
-        parameters, arguments, plain, grads = [], [], [], []
+        parameters, arguments, plain, tensors, grads, unwrapped = [], [], [], [], [], []
         defaults: dict[str, Any] = {}
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
             type_name = str(argument.type)
             if name in self.declared.filled:
                 arguments.append(f"_fill_{name}({self.names[0]})")
+                unwrapped.append(arguments[-1])
                 defaults[f"_fill_{name}"] = self.declared.filled[name]
                 continue
             parameters.append(f"{name}=_default_{name}" if argument.has_default_value() else name)
             if argument.has_default_value():
                 defaults[f"_default_{name}"] = self.defaults[i]
             arguments.append(name)
+            unwrapped.append(name)
             if i in self.tensors:
-                if "Optional" in type_name:
-                    plain.append(f"({name} is None or type({name}) is _Tensor or type({name}) is _Parameter)")
-                    grads.append(f"{name} is not None and {name}.requires_grad")
-                else:
-                    plain.append(f"(type({name}) is _Tensor or type({name}) is _Parameter)")
-                    grads.append(f"{name}.requires_grad")
+                tensors.append(name)
+                optional = "Optional" in type_name
+                none = f"{name} is None or " * optional
+                plain.append(f"({none}type({name}) is _Tensor or type({name}) is _Parameter)")
+                grads.append(f"{name} is not None and " * optional + f"{name}.requires_grad")
+                unwrapped[-1] = f"None if {name} is None else " * optional + f"_unwrap({name})"
             elif type_name in _NUMBERS:  # A tensor in place of a number might need a gradient.
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         # As uses_only_ours has them.
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
-        ways = ["_function_modes()"]  # They see what is asked of a tensor.
-        recorded = f"({' or '.join(grads)}) and _grad_enabled()" if self.differentiable or self.written else ""
-        small = self.declared.exact and self.differentiable
-        if recorded and not small:
-            ways.append(recorded)
-        ways += ["_compiling()", *users, "_transforms()", "_dispatch_modes()"]
-        if recorded:
-            ways.append("_forward_ad._current_level >= 0")
-        ways += [f"{self.names[i]}.is_inference()" for i in self.written]  # Last: torch.compile can't ask.
-        test = [f"        if {' and '.join(plain)} and not ({' or '.join(ways)}):"]
-        kernel = [
+        others = ["_function_modes()", "_compiling()", *users, "_dispatch_modes()"]  # The first see what a tensor is asked.
+        recorded = f"({' or '.join(grads)}) and _grad_enabled()"
+        if self.differentiable or self.written:
+            others.append("_forward_ad._current_level >= 0")
+        if self.written:  # torch.compile can't ask for the last.
+            others += [recorded, *(f"{self.names[i]}.is_inference()" for i in self.written)]
+        way = [f"return _call(_kernel, {', '.join(arguments)})"]
+        if self.differentiable:
+            way = [f"if not ({recorded}): {way[0]}"]
+            record = f"_operator._apply[0]({', '.join(unwrapped)})"
+            if self.declared.exact:
+                record = f"_reference({', '.join(arguments)}) if _is_small({', '.join(tensors)}) else {record}"
+            way.append(f"if not (_transforms() or _tracing() or _autocast()): return {record}")
+        quick = [
+            f"        if {' and '.join(plain)} and not ({' or '.join(others)}):",
             "            try:",
-            f"                return _call(_kernel, {', '.join(arguments)})",
+            *(f"                {line}" for line in way),
             "            except (RuntimeError, MemoryError) as error:",
-            "                raise _explain(error) from None",
+            "                raise _operator.explain(error) from error.__cause__",
         ]
-        quick = [*test, *kernel]
-        if small:
-            quick = [
-                *test,
-                f"          if not ({recorded}):",
-                *kernel,
-                f"          if _is_small({', '.join(self.names[i] for i in self.tensors)}):",
-                f"            return _reference({', '.join(arguments)})",
-            ]
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
-        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_explain": self.explain}
-        scope |= {"_reference": self.reference}
+        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self, "_reference": self.reference}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -470,30 +469,30 @@ class Operator:
                     if not all(known(args[i]) for i in floats if isinstance(args[i], float | int)) and prepare():
                         return packet.symbolic(*args)
                 return default(*args)
-            if floats and any(isinstance(args[i], torch.SymFloat | torch.SymInt) for i in floats):
-                return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
+            for i in floats:
+                if isinstance(args[i], (torch.SymFloat, torch.SymInt)):
+                    return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
             try:
                 return eager(*args)
             except (RuntimeError, MemoryError) as error:
                 raise self.explain(error) from error.__cause__
 
         def eager(*args: Any) -> Any:
-            plain = (
-                self.uses_only_ours()
-                and not (
-                    self.written
-                    or kernel is None
-                    or _backends.chosen
-                    or _are_functorch_transforms_active()
-                    or _function_modes_matter()
-                    or forward_ad._current_level >= 0
-                    or _is_tracing()  # torch.jit.trace, whose program has the operator, not Python's derivative of it.
-                    or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
-                )
-                and all(type(args[i]) is Tensor or type(args[i]) is Parameter for i in tensors)
-            )
-            if not plain:
+            if (
+                self.written
+                or kernel is None
+                or _backends.chosen
+                or not self.uses_only_ours()
+                or _are_functorch_transforms_active()
+                or _function_modes_matter()
+                or forward_ad._current_level >= 0
+                or _is_tracing()  # torch.jit.trace, whose program has the operator, not Python's derivative of it.
+                or _is_any_autocast_enabled()  # It casts before a derivative keeps what it needs.
+            ):
                 return default(*args)
+            for i in tensors:
+                if type(args[i]) is not Tensor and type(args[i]) is not Parameter:
+                    return default(*args)
             seen = bool(_len_torch_dispatch_stack())
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
                 given = [*args]
@@ -609,6 +608,7 @@ class Operator:
             "AutocastCPU",
             "AutocastCUDA",
             "AutogradNestedTensor",
+            "FuncTorchDynamicLayerFrontMode",
             "FuncTorchGradWrapper",
             "Tracer",
             *["Negative"] * bool(self.written),
@@ -616,6 +616,8 @@ class Operator:
             if self.kernel is not None:
                 self.library.impl(f"{name}.kernel", self.default, key)
                 self.packet.kernel._tags = self.default._tags
+        if self.kernel is not None:  # In place of what warns of a derivative that is missing.
+            self.library.impl(f"{name}.kernel", torch.library.fallthrough_kernel, "Autograd")
         for device in ("cpu", "cuda"):
             backend, there = _backends.used(self, device), device in self.native
             if there and backend != "native":
