@@ -211,8 +211,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
     def backward(ctx: Any, *grads: Any) -> Any:
         saved, needs = ctx.saved_tensors if kept else (), ctx.needs_input_grad
         given = [
-            saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs
-            for source, at in takes
+            saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs for source, at in takes
         ]
         found = formula(*grads, *given)
         found = (found,) if isinstance(found, Tensor) or found is None else found

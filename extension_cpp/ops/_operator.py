@@ -399,7 +399,12 @@ class Operator:
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         # As uses_only_ours has them.
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
-        others = ["_function_modes()", "_compiling()", *users, "_dispatch_modes()"]  # The first see what a tensor is asked.
+        others = [
+            "_function_modes()",
+            "_compiling()",
+            *users,
+            "_dispatch_modes()",
+        ]  # The first see what a tensor is asked.
         recorded = f"({' or '.join(grads)}) and _grad_enabled()"
         if self.differentiable or self.written:
             others.append("_forward_ad._current_level >= 0")
@@ -422,7 +427,12 @@ class Operator:
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
-        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self, "_reference": self.reference}
+        scope |= {
+            "_is_ours": self.is_ours,
+            "_unchanged": self.unchanged,
+            "_operator": self,
+            "_reference": self.reference,
+        }
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
