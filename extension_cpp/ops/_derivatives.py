@@ -237,7 +237,9 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
 
     parts = {"forward": forward_and_keep} if quick else {"forward": forward, "setup_context": keep, "vmap": vmap}
     body = {name: staticmethod(part) for name, part in {**parts, "backward": backward}.items()}
-    Derivative: Any = new_class(f"{operator.name}_derivative", (torch.autograd.Function,), {}, lambda it: it.update(body))
+    Derivative: Any = new_class(
+        f"{operator.name}_derivative", (torch.autograd.Function,), {}, lambda it: it.update(body)
+    )
     # The name in a profile, and of grad_fn.
     Derivative._backward_cls.__name__ = f"{operator.name}Backward"
     return Derivative
