@@ -18,6 +18,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -44,11 +45,15 @@ from extension_cpp.ops._signature import Signature
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SENTINEL = 77.0
+LARGE = 1 << 18  # elements of which several threads have some, and a call is long enough to meet others
 GUARD = 64  # elements on either side of a guarded tensor
 OF_KERNELS = {
     "test_layouts",
     "test_nothing_outside_is_touched",
     "test_same_bits_every_time",
+    "test_nothing_is_kept",
+    "test_threads",
+    "test_special_values",
     "test_opcheck",
     "test_gradcheck",
     "test_compile_for_any_size",
@@ -249,7 +254,8 @@ def elementwise_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def row_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A tensor (..., N) of each kind that a row-wise operator meets: short and long rows, of an odd length, none, strided."""
+    """A tensor (..., N) of each kind that a row-wise operator meets: short and long rows, of an odd length, none, strided, of
+    zeros, of negative numbers and far from zero."""
     generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -257,6 +263,9 @@ def row_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
 
     for shape in ((3, 5), (8,), (2, 3, 4), (0, 4), (2, 0), (5, 1), (33, 65), (300, 16), (2, 1032), (3, 5000)):
         yield make(*shape)
+    rows = make(20, 8)
+    rows[3], rows[5:7], rows[7] = 0, rows[5:7] + 30, -rows[7].abs()
+    yield rows
     yield make(2, 9000)  # On CUDA, more than a block takes at once.
     yield make(40, 6).t()
     yield make(2, 3, 4, 8).transpose(1, 2)
@@ -321,9 +330,8 @@ class Contract:
     def compare_with_reference(self, args: Args) -> None:
         """Within the rounding error that the operator declares, of the reference in float64."""
         op = self.op
-        # Triton's interpreter, which takes the kernels on a CPU, rounds bfloat16 in its own way.
-        interpreted = self.backend == "triton" and not any(t.is_cuda for t in tensors(args))
-        if op.exact or (op.operator.declared.exact and not interpreted):
+        # Triton's interpreter rounds bfloat16 in its own way.
+        if op.exact or (op.operator.declared.exact and not self.is_interpreted(args)):
             expected = run(op, op.reference, map_tensors(clone, args))
             for got, want in zip(self.results_of(args), expected):
                 where = "Case" if op.exact else "declaration"
@@ -346,8 +354,15 @@ class Contract:
             bound = op.ulps.get(dtype, 1.0) * torch.finfo(dtype).eps * scale + torch.finfo(dtype).smallest_normal
             error = (got.to(torch.float64) - want).abs()
             wrong = finite & ~(error <= bound)
-            assert not wrong.any(), self.say_error(op, got, want, error / bound * wrong, args)
-            assert same_bits(got[~finite], want[~finite].to(got.dtype)), f"wrong infinity or NaN on {describe(args)}"
+            assert not wrong.any(), self.say_error(op, got, want, torch.where(wrong, error / bound, 0), args)
+            got, want = got[~finite], want[~finite].to(got.dtype)
+            if not same_bits(got, want):
+                g, w = next(pair for pair in zip(got, want) if not same_bits(*pair))
+                raise AssertionError(f"wrong infinity or NaN: got {g.item()}, want {w.item()}, on {describe(args)}")
+
+    def is_interpreted(self, args: Args) -> bool:
+        """Whether Triton's interpreter has the call, which it does on a CPU."""
+        return self.backend == "triton" and not any(t.is_cuda for t in tensors(args))
 
     def results_of(self, args: Args) -> list[Tensor]:
         """Of a call: of the dtypes that the signature says, and none of the arguments, on which autograd relies."""
@@ -389,6 +404,8 @@ class Contract:
         """The same bits from every layout of each argument as from contiguous ones, and the arguments stay as they are."""
         op = self.op
         for args in self.op.samples(device, dtype):
+            if self.is_interpreted(args) and max(t.numel() for t in tensors(args)) > 2500:
+                continue  # It takes seconds, and layouts are in the smaller ones too.
             expected = [t.clone() for t in run(op, op.function, map_tensors(torch.clone, args))]
             for i, arg in enumerate(args):
                 if not isinstance(arg, Tensor) or not arg.numel():
@@ -421,6 +438,87 @@ class Contract:
             first = [t.clone() for t in run(op, op.function, map_tensors(clone, args))]
             for got, want in zip(run(op, op.function, map_tensors(clone, args)), first):
                 assert same_bits(got, want), f"another result the second time on {describe(args)}"
+
+    def test_nothing_is_kept(self, device):
+        """Other values in the same memory have their own results, and those of the call before stay as they are."""
+        op = self.op
+        for args in self.op.samples(device, self.usual):
+            given = map_tensors(clone, args)
+            returned = tensors(op.function(*given))
+            before = [t.clone() for t in returned]
+            for to, value in zip(tensors(given), tensors(args)):
+                once(to).copy_(variants(once(value))[1])
+            fresh = map_tensors(clone, given)
+            results = [t.clone() for t in run(op, op.function, given)]
+            for got, want in zip(results, run(op, op.function, fresh), strict=True):
+                assert same_bits(got, want), f"the call before changes the result of {describe(args)}"
+            for got, want in zip(returned, before):
+                assert same_bits(got, want), f"a later call changes the result of {describe(args)}"
+
+    def test_threads(self, device):
+        """The same bits by one of PyTorch's threads and by several, and in calls from several threads of Python at once."""
+        op, call = self.op, self.overload  # A thread of Python's own doesn't know which backend is chosen.
+
+        def results(args: Args, threads: int = 1) -> list[Tensor]:
+            copies = map_tensors(torch.clone, args)
+            torch.set_num_threads(threads)  # In the call alone: all that they share waits where a machine is busy.
+            found = run(op, call, copies)
+            torch.set_num_threads(1)
+            return [t.clone() for t in found]
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            args = self.for_threads(list(op.samples(device, self.usual)))
+            given = [map_tensors(lambda t, n=n: variants(t)[n], args) for n in range(3)]
+            want = [results(args) for args in given]
+            why = "they write the same memory, some is not written, or the order of a sum depends on them"
+            # Whether they meet depends on the machine: two do more often than four where it has two cores.
+            found = [
+                (results(args, threads=n), f"{n} threads of PyTorch than by one: {why}")
+                for n in (2, 4, 2, 4)
+                for args in given
+            ]
+            with ThreadPoolExecutor(4) as pool:
+                why = "calls from 4 threads of Python at once: something is kept between calls, as in a static"
+                found += [(each, why) for each in pool.map(results, given * 4)]
+            for i, (each, by) in enumerate(found):
+                same = len(each) == len(want[i % 3]) and all(map(same_bits, each, want[i % 3]))
+                assert same, f"another result by {by}, on {describe(given[i % 3])}"
+        finally:
+            torch.set_num_threads(threads)
+
+    def for_threads(self, samples: list[Args]) -> Args:
+        """A sample that is grown until several threads share the work."""
+        grown = self.op.grown or longer
+        full = [args for args in samples if all(t.numel() for t in tensors(args))]
+        # Of tensors of one length in the first dimension, unless the Case knows better.
+        same = [a for a in full if self.op.grown or len({t.shape[:1] or None for t in tensors(a)} | {None}) == 2]
+        args = max(same or full, key=lambda args: tensors(args)[0].numel())  # Of which more values differ.
+        for _ in range(20):
+            if not same or max(t.numel() for t in tensors(args)) >= LARGE:
+                break
+            args = grown(args, 2)
+        return args
+
+    def test_special_values(self, device, dtype):
+        """NaN, infinities, zeros and what exp of overflows, as the reference has them."""
+        if not self.op.operator.signature.elementwise or not dtype.is_floating_point:
+            pytest.skip("not elementwise, or not of a floating dtype")
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 100.0, -100.0], device=device).to(dtype)
+        largest = max(self.op.samples(device, dtype), key=lambda args: tensors(args)[0].numel())
+        at = iter(range(len(largest)))  # So that the tensors together have all combinations.
+
+        def filled(t: Tensor) -> Tensor:
+            index = torch.arange(t.numel(), device=device) // len(special) ** next(at) % len(special)
+            return special[index].view(t.shape) if t.is_floating_point() else t
+
+        self.compare_with_reference(map_tensors(filled, largest))
+
+    @property
+    def usual(self) -> torch.dtype:
+        """For a check of one dtype."""
+        return torch.float32 if torch.float32 in self.op.dtypes else self.op.dtypes[0]
 
     def test_opcheck(self, device):
         """PyTorch's own checks of schema, autograd registration, fake kernel and AOT dispatch."""
@@ -551,6 +649,7 @@ class Contract:
             most = max(t.numel() for t in tensors(args))
             for leaf, got, want in zip(leaves, gradients(op.function, args), gradients(op.reference, exact)):
                 assert got.dtype == leaf.dtype, f"a gradient in {got.dtype}, not {leaf.dtype}, on {describe(args)}"
+                assert want.isfinite().all(), f"the reference has a gradient of infinity or NaN, on {describe(args)}"
                 largest = want.abs().max().item() if want.numel() else 0.0
                 tolerance = 8 * torch.finfo(dtype).eps
                 if dtype == torch.float64:  # The reference rounds too: a sum of n terms, sqrt(n) times.
@@ -863,8 +962,9 @@ class Contract:
             ]
             what = f"vmap in {in_dims} on {describe(args)}"
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # PyTorch's of a loop over the batch.
+                slow = "the reference calls what PyTorch runs for each sample of a batch alone: write it with other operators"
+                with warnings.catch_warnings(), hint(slow, of=UserWarning):
+                    warnings.simplefilter("error")
                     got = torch.vmap(lambda *ts: results(function, *ts), in_dims)(*map_tensors(clone, given))
             except RuntimeError as error:
                 if op.differentiable and not op.dynamic_size:
@@ -1304,11 +1404,11 @@ class Contract:
 
 
 @contextmanager
-def hint(what: str) -> Iterator[None]:
+def hint(what: str, of: type[Exception] = Exception) -> Iterator[None]:
     """Adds to an error what its reader can do."""
     try:
         yield
-    except Exception as error:
+    except of as error:
         raise AssertionError(f"{error}; {what}") from error
 
 

@@ -1,6 +1,7 @@
 """The contract has teeth: operators that are broken on purpose fail the very check that is there for them."""
 
 import re
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,29 @@ def different_every_time(x: Tensor) -> Tensor:
     global calls
     calls += 1
     return double(x).add_(calls * 1e-3)
+
+
+def different_by_several_threads(x: Tensor) -> Tensor:
+    """As where they add up in one place: of a real race it depends on the machine whether it is seen."""
+    return double(x).add_((torch.get_num_threads() - 1) * 1e-3)
+
+
+def different_in_another_thread(x: Tensor) -> Tensor:
+    """As where a call finds what another one writes."""
+    return double(x).add_(0 if threading.current_thread() is threading.main_thread() else 1e-3)
+
+
+def keeps_results_by_address(x: Tensor) -> Tensor:
+    if kept_results.get("address") != x.data_ptr():
+        kept_results.update(address=x.data_ptr(), result=double(x))
+    return kept_results["result"].clone()
+
+
+def keeps_one_result(x: Tensor) -> Tensor:
+    return kept_results.setdefault(x.shape, torch.empty_like(x)).copy_(double(x))
+
+
+kept_results: dict = {}
 
 
 def refuses_in_the_kernel_only(x: Tensor) -> Tensor:
@@ -297,6 +321,11 @@ FAULTS = {
     ),
     "undeclared mutation": (define("fault_schema", lambda x: x.mul_(2).clone()), "test_opcheck"),
     "not deterministic": (define("fault_random", different_every_time), "test_same_bits_every_time"),
+    "a race of PyTorch's threads": (define("fault_race", different_by_several_threads), "test_threads"),
+    "a race of Python's threads": (define("fault_static", different_in_another_thread), "test_threads"),
+    "a result that is kept": (define("fault_cached", keeps_results_by_address), "test_nothing_is_kept"),
+    "one memory for all results": (define("fault_buffer", keeps_one_result), "test_nothing_is_kept"),
+    "NaN becomes zero": (define("fault_nan", lambda x: double(x).nan_to_num(nan=0.0)), "test_special_values"),
     "specialises on a size": (define("fault_dynamic", double, fake=constant_size), "test_compile_for_any_size"),
     "compiled with wrong strides": (define("fault_compiled", double, fake=transposed_strides), "test_compile"),
     "fake misses an error": (define("fault_error", refuses_in_the_kernel_only, errors=three_dimensions), "test_errors"),
@@ -403,7 +432,7 @@ FAULTS = {
 
 
 def arguments(check: str, device: str) -> dict:
-    per_dtype = ("parity", "layouts", "touched", "every_time", "fake_kernel", "of_reference")
+    per_dtype = ("parity", "layouts", "touched", "every_time", "fake_kernel", "of_reference", "special_values")
     result = {} if check in ("test_side_stream", "test_cuda_graph") else {"device": device}
     if check.endswith(per_dtype):
         result["dtype"] = torch.float32
@@ -445,6 +474,8 @@ def test_healthy_operator_passes(check, device):
         ("wrong values", "give the Case ulps= or magnitude="),
         ("wrong index", "exact=True of the Case wants its bits"),
         ("wrong dtype of an exact result", "a result in torch.int32, where the signature says torch.int64"),
+        ("a race of PyTorch's threads", "they write the same memory"),
+        ("a race of Python's threads", "something is kept between calls"),
         ("specialises on a size", "give the Case grown="),
         ("wrong gradient", "with differentiable=False; else correct backward="),
         ("wrong second derivative", 'with differentiable="once"'),

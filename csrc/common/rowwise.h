@@ -159,6 +159,32 @@ struct RowArguments {
   }
 };
 
+// Roles and signature are two texts. Where they differ, the loops would read and write outside of a tensor.
+template <class Formula, size_t kIn, size_t kOut>
+void check_roles(const char* op, const std::array<View, kIn>& views, const std::array<Tensor, kOut>& results) {
+  int64_t rows = 1, size = -1, ndim = 0;
+  for (size_t k = kIn; k-- > 0;) {
+    if (Formula::Arguments::kAt[k] != kRows) continue;
+    if (views[k].ndim == 0) fail(op, "the role of ", views[k].name, " is kRows, and it has no dimensions");
+    ndim = views[k].ndim, size = views[k].sizes[ndim - 1], rows = 1;
+    for (int64_t d = 0; d + 1 < ndim; ++d) rows *= views[k].sizes[d];
+  }
+  const auto fits = [&](Role role, int64_t numel, int64_t dims) {
+    const bool whole = role == kRows, columns = role == kColumns;
+    return numel == (whole ? rows * size : columns ? size : rows) && dims == (whole ? ndim : columns ? 1 : ndim - 1);
+  };
+  for (size_t k = 0; k < kIn; ++k) {
+    if (fits(Formula::Arguments::kAt[k], views[k].numel, views[k].ndim)) continue;
+    fail(
+        op, "Arguments must have the role of ", views[k].name,
+        " that its shape in the signature says, in the same order");
+  }
+  for (size_t k = 0; k < kOut; ++k) {
+    if (fits(Formula::Results::kAt[k], results[k].numel(), results[k].dim())) continue;
+    fail(op, "Results must have the role of result ", k, " that its shape in the signature says, in the same order");
+  }
+}
+
 template <class Formula, class V>
 concept Accumulates = requires { typename Formula::template State<V>; };
 
@@ -314,6 +340,7 @@ auto rowwise(const Operator& op, const Formula& formula, const Tensors&... tenso
   static_assert(sizeof...(Tensors) == kIn, "as many tensors as Arguments has roles");
   const Call<kIn> call(op, {&tensors...});
   const auto results = detail::allocate_results<kOut>(call, Shape::kRowsOut > 0);
+  detail::check_roles<Formula>(op.name(), call.views, results);
   const detail::RowArguments<Formula> arguments(op.name(), {&tensors...}, call.views);
   void* data[kOut];
   for (size_t k = 0; k < kOut; ++k) data[k] = results[k].mutable_data_ptr();
