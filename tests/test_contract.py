@@ -453,7 +453,7 @@ def test_fault_is_caught(fault, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_written_is_compared_in_float64(device):
     """The dtype in which the reference could write into the same memory as the operator."""
-    contract = define("fault_doubles", writes_wrong_doubles, into=True)
+    contract = define(f"fault_doubles_{device}", writes_wrong_doubles, into=True)
     contract.test_parity(device, torch.float32)
     with pytest.raises(AssertionError, match="ulps of float64"):
         contract.test_parity(device, torch.float64)

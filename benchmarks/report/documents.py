@@ -213,8 +213,8 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     files = {Path("README.md"): fill(readme, speed(found)).encode(), Path("benchmarks/README.md"): page(found).encode()}
     if of_ours := [results for results in operators if results.of_package]:
         files[file_of("overview")] = overview.overview(records.leading(of_ours))
-    for op in drawn(operators):
-        files[file_of(op)] = pictures.operator(operators, op)
+    for op in drawn(operators):  # With a column for each GPU a page is too narrow: their tables have all.
+        files[file_of(op)] = pictures.operator(records.leading([each for each in operators if op in drawn([each])]), op)
     if of_models := [results for results in found if results.of_models]:
         document = Path(f"docs/{of_models[0].family}.md")
         files[document] = fill((ROOT / document).read_text(), detectors(of_models), str(document)).encode()
