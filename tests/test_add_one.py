@@ -52,7 +52,7 @@ def test_sparse_is_refused(function):
 @pytest.fixture(params=DEVICES)
 def slow_nodes(request, monkeypatch):
     """A device on which small tensors have the derivatives of PyTorch, as those of a GPU have."""
-    monkeypatch.setattr(_operator, "SLOW_NODES", request.param)
+    monkeypatch.setattr(_operator, "SLOW_NODES", f"is_{request.param}")
     return request.param
 
 

@@ -62,28 +62,34 @@ def _libraries(namespace: str) -> tuple[torch.library.Library, torch.library.Lib
     return torch.library.Library(namespace, "FRAGMENT"), torch.library.Library(namespace, "FRAGMENT")
 
 
-SLOW_NODES = "cuda"
-"""The device type on which a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what
-a kernel of ours saves on a small tensor."""
+SLOW_NODES = "is_cuda"
+"""Of tensors where a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what a kernel
+of ours saves on a small tensor."""
+_SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def is_small(first: Tensor, *others: Tensor) -> bool:
     """Whether a call that records a gradient is quicker as PyTorch's own nodes: tensors that need no other check than these.
 
-    The memory is asked for last: a tensor that has none, as that of a transform that is over, raises.
+    It is asked in each such call. What memory there is, of a tensor that has none, as that of a transform that is over,
+    raises.
     """
-    if first.device.type != SLOW_NODES or first.numel() > 2**22:
+    if not getattr(first, SLOW_NODES) or first.numel() > 2**22:
         return False
-    for t in (first, *others):
-        alike = t.dtype == first.dtype and t.shape == first.shape and t.device == first.device
-        if not alike or t.layout != torch.strided or t.is_nested:
-            return False
-    if not first.is_floating_point() or first.itemsize == 1 or first.dim() > 8:
+    dtype, layout = first.dtype, torch.strided
+    if dtype not in _SMALL_DTYPES or first.dim() > 8 or first.layout is not layout or first.is_nested:
         return False
     try:
-        return all(t.data_ptr() for t in (first, *others))
+        if not first.data_ptr():
+            return False
+        for t in others:
+            if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
+                return False
+            if t.get_device() != first.get_device() or not t.data_ptr():
+                return False
     except RuntimeError:
         return False
+    return True
 
 
 _HELPERS = {
