@@ -113,6 +113,15 @@ class Launch {
 
   void zero(void* memory, size_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
+  // A value on the device, once all that was launched before is done.
+  template <class T>
+  T read(const T* value) const {
+    T result;
+    check(cudaMemcpyAsync(&result, value, sizeof(T), cudaMemcpyDeviceToHost, stream_));
+    wait();
+    return result;
+  }
+
   // Returns once all that was launched before is done.
   void wait() const { check(cudaStreamSynchronize(stream_)); }
 

@@ -3,6 +3,7 @@
 import dis
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import torch
 from clones import ROOT, clone, commit, environment, git
 
 import extension_cpp
+from extension_cpp import _build
 from extension_cpp.ops import _backends, _operator
 from templates import check, op
 from templates import distribution as made_by
@@ -495,6 +497,23 @@ def test_choices():
     said = subprocess.run([sys.executable, "-m", "templates.op", "list"], cwd=ROOT, capture_output=True, text=True)
     for word, choices in (("KIND", op.KINDS), ("SHAPE", op.SHAPES)):
         assert re.findall(rf"^  {word}=(\S+) +\S", said.stdout, re.MULTILINE) == choices
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[pytest.mark.long] * (s != "data-dependent")) for s in op.SHAPES]
+)
+def test_compiles_for_cuda(shape, tmp_path):
+    """The kernels too that have a .cu of their own, which a machine without a GPU compiles for packages only."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "common").symlink_to(ROOT / "csrc" / "common")
+    for path, text in op.render("for_cuda", "cpp", shape).items():
+        if path.parent.name == "csrc":
+            (folder / path.name).write_text(text)
+    command = _build.rules("nvcc", [], ["9.0"])["nvcc"].replace("$in", "csrc/for_cuda.cu").replace("$out", "for_cuda.o")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def instructions(function) -> list[str]:
