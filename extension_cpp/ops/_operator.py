@@ -798,7 +798,9 @@ class Operator:
         make: Callable = torch.library.custom_op if _backends.interpreted else torch.library.triton_op
         written = [self.names[i] for i in self.written]
         overload = make(f"{self.qualified}.triton", run, mutates_args=written)._opoverload
-        if short_cut := getattr(overload, "_enable_pyobj_dispatch", None):  # From torch 2.14 on: past what profiles record.
+        if short_cut := getattr(
+            overload, "_enable_pyobj_dispatch", None
+        ):  # From torch 2.14 on: past what profiles record.
             short_cut(False)
         self._complete(overload, "triton")
         if not _backends.interpreted:
