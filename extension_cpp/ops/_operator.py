@@ -71,8 +71,7 @@ _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.f
 def is_small(first: Tensor, *others: Tensor) -> bool:
     """Whether a call that records a gradient is quicker as PyTorch's own nodes: tensors that need no other check than these.
 
-    It is asked in each such call. What memory there is, of a tensor that has none, as that of a transform that is over,
-    raises.
+    `data_ptr` raises for a tensor that has no memory, as that of a transform that is over.
     """
     if not getattr(first, SLOW_NODES) or first.numel() > 2**22:
         return False
@@ -405,12 +404,8 @@ class Operator:
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         # As uses_only_ours has them.
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
-        others = [
-            "_function_modes()",
-            "_compiling()",
-            *users,
-            "_dispatch_modes()",
-        ]  # The first see what a tensor is asked.
+        # Function modes come first: they see what a tensor is asked.
+        others = ["_function_modes()", "_compiling()", *users, "_dispatch_modes()"]
         recorded = f"({' or '.join(grads)}) and _grad_enabled()"
         if self.differentiable or self.written:
             others.append("_forward_ad._current_level >= 0")
@@ -433,12 +428,8 @@ class Operator:
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
-        scope |= {
-            "_is_ours": self.is_ours,
-            "_unchanged": self.unchanged,
-            "_operator": self,
-            "_reference": self.reference,
-        }
+        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self}
+        scope["_reference"] = self.reference
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -798,10 +789,9 @@ class Operator:
         make: Callable = torch.library.custom_op if _backends.interpreted else torch.library.triton_op
         written = [self.names[i] for i in self.written]
         overload = make(f"{self.qualified}.triton", run, mutates_args=written)._opoverload
-        if short_cut := getattr(
-            overload, "_enable_pyobj_dispatch", None
-        ):  # From torch 2.14 on: past what profiles record.
-            short_cut(False)
+        # From torch 2.14 on a call of it would go past what profiles record.
+        if enable_short_cut := getattr(overload, "_enable_pyobj_dispatch", None):
+            enable_short_cut(False)
         self._complete(overload, "triton")
         if not _backends.interpreted:
             self._show_the_compiler(overload)
