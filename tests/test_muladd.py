@@ -305,18 +305,19 @@ class TestEverywhere:
         def look(frame, event, argument):
             entered.add(frame.f_code.co_name)
 
-        def called(*args) -> set[str]:
-            extension_cpp.mymul(*args)  # The first call makes what it needs.
+        def called(*args, of=extension_cpp.mymul) -> set[str]:
+            of(*args)  # The first call makes what it needs.
             entered.clear()
             sys.setprofile(look)
             try:
-                extension_cpp.mymul(*args)
+                of(*args)
             finally:
                 sys.setprofile(None)
             return entered - {"called", "is_dynamo_compiling"}
 
         with torch.no_grad():
             assert called(parameter, a) == called(a, b) == {"mymul"}
+            assert called(a, parameter, a.clone(), of=extension_cpp.myadd_out) == {"myadd_out"}
         with default_device("meta"):
             assert not {"autograd", "__torch_function__"} & called(a, a)
             assert "autograd" not in called(a, b)

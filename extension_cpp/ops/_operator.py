@@ -486,10 +486,10 @@ class Operator:
 
         def eager(*args: Any) -> Any:
             if (
-                self.written
+                not self.uses_only_ours()  # First: the next call need not ask again, of any operator.
+                or self.written
                 or kernel is None
                 or _backends.chosen
-                or not self.uses_only_ours()
                 or _are_functorch_transforms_active()
                 or _function_modes_matter()
                 or forward_ad._current_level >= 0
