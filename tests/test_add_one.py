@@ -68,6 +68,7 @@ def test_small_tensors_have_derivatives_of_pytorch(slow_nodes, dtype):
         for n, small in ((1000, True), (2**22 + 1, False)):
             a, b = torch.randn(2, n, device=slow_nodes).to(dtype).unbind()
             args = arguments(a.requires_grad_(), b)
+            assert _operator.is_small(a, None) == small  # None is an optional tensor that is left out.
             function(*args)  # The first call after an import asks who has registered a kernel.
             recorded = function(*args)
             node = recorded.grad_fn.name()

@@ -68,7 +68,7 @@ of ours saves on a small tensor."""
 _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-def is_small(first: Tensor, *others: Tensor) -> bool:
+def is_small(first: Tensor, *others: Tensor | None) -> bool:
     """Whether a call that records a gradient is quicker as PyTorch's own nodes: tensors that need no other check than these.
 
     `data_ptr` raises for a tensor that has no memory, as that of a transform that is over.
@@ -82,6 +82,8 @@ def is_small(first: Tensor, *others: Tensor) -> bool:
         if not first.data_ptr():
             return False
         for t in others:
+            if t is None:  # An optional one.
+                continue
             if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
                 return False
             if t.get_device() != first.get_device() or not t.data_ptr():
@@ -486,7 +488,7 @@ class Operator:
 
         def eager(*args: Any) -> Any:
             if (
-                not self.uses_only_ours()  # First: the next call need not ask again, of any operator.
+                not self.uses_only_ours()  # First, whatever the operator is: the quick way is closed until it was asked.
                 or self.written
                 or kernel is None
                 or _backends.chosen
