@@ -331,7 +331,7 @@ class Contract:
         """Within the rounding error that the operator declares, of the reference in float64."""
         op = self.op
         # Triton's interpreter rounds bfloat16 in its own way.
-        if op.exact or (op.operator.declared.exact and not self.is_interpreted(args)):
+        if op.exact or (op.operator.declared.exact is True and not self.is_interpreted(args)):
             expected = run(op, op.reference, map_tensors(clone, args))
             for got, want in zip(self.results_of(args), expected):
                 where = "Case" if op.exact else "declaration"
@@ -660,6 +660,22 @@ class Contract:
                 close = {"rtol": tolerance, "atol": tolerance * (1 + largest)}
                 said = partial("a gradient is not that of the reference, on {}: {}".format, describe(args))
                 torch.testing.assert_close(got.double(), want.double(), **close, msg=said)
+
+    @proves("gradients")
+    def test_exact(self, device, dtype):
+        """Small tensors on a GPU are recorded by `exact` of the declaration: with the same bits, also of gradients."""
+        operator = self.op.operator
+        if not operator.declared.exact or self.backend:
+            pytest.skip(f"{operator.name}: exact= is not declared, or not for this backend")
+        for args in self.differentiable_samples(device, dtype):
+            if len({t.shape for t in tensors(args)}) > 1:
+                continue
+            args = (*operator.all_arguments(args),)
+            said = f"by exact= than by the operator, on {describe(args)}; leave exact= out of the declaration"
+            made = operator.exact(*args).detach()
+            assert same_bits(made, self.op.function(*map_tensors(Tensor.detach, args))), f"another result {said}"
+            every = zip(gradients(operator.exact, args), gradients(self.overload, args))
+            assert all(same_bits(*pair) for pair in every), f"another gradient {said}"
 
     @proves("`torch.compile`, one graph")
     @with_config("torch._dynamo.config", capture_dynamic_output_shape_ops=True)

@@ -63,6 +63,7 @@ def test_small_tensors_have_derivatives_of_pytorch(slow_nodes, dtype):
         "add_one": (extension_cpp.add_one, lambda a, b: (a,)),
         "my_op": (extension_cpp.my_op, lambda a, b: (a, 1 / 3)),
         "mymul": (extension_cpp.mymul, lambda a, b: (a, b)),
+        "mymuladd": (extension_cpp.mymuladd, lambda a, b: (a, b, 1 / 3)),
     }
     for function, arguments in calls.values():
         for n, small in ((1000, True), (2**22 + 1, False)):

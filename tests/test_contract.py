@@ -30,6 +30,7 @@ def define(
     into=False,
     number=False,
     fused=False,
+    by_reference=False,
     signature="x: ... -> ...",
     instead=None,
     public=None,
@@ -55,6 +56,7 @@ def define(
         vmap=vmap,
         autocast=autocast,
         fused=fused,
+        exact=by_reference,
         differentiable=backward is not None if differentiable is None else differentiable,
         **(sizes or {}),
     )(reference or (double_into if into else multiply if number else double))
@@ -288,6 +290,7 @@ healthy = define("fault_none", double, backward=twice, fused=lambda x: x * 2)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_once = define("fault_none_once", double, backward=lambda grad: grad.detach() * 2, differentiable="once")
 healthy_where = define_where("fault_none_where", where_large)
+healthy_exact = define("fault_none_exact", double, backward=twice, by_reference=True)
 healthy_number = define("fault_none_number", multiply, number=True, backward=lambda grad, times: grad * times)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
@@ -314,6 +317,14 @@ FAULTS = {
     "wrong gradient in half precision": (
         define("fault_half", double, backward=lambda grad: grad * (2 if grad.dtype == torch.float64 else 3)),
         "test_gradients_of_reference",
+    ),
+    "exact with another rounding": (
+        define("fault_bits", lambda x: double(x) * (1 - torch.finfo(x.dtype).eps), by_reference=True, backward=twice),
+        "test_exact",
+    ),
+    "exact with a gradient of another rounding": (
+        define("fault_grad_bits", double, by_reference=True, backward=lambda g: g * 2 * (1 - torch.finfo(g.dtype).eps)),
+        "test_exact",
     ),
     "keeps what no formula needs": (
         define("fault_kept", double, backward=twice, public=keeps_its_argument),
@@ -432,7 +443,7 @@ FAULTS = {
 
 
 def arguments(check: str, device: str) -> dict:
-    per_dtype = ("parity", "layouts", "touched", "every_time", "fake_kernel", "of_reference", "special_values")
+    per_dtype = ("parity", "layouts", "touched", "every_time", "fake_kernel", "of_reference", "special_values", "exact")
     result = {} if check in ("test_side_stream", "test_cuda_graph") else {"device": device}
     if check.endswith(per_dtype):
         result["dtype"] = torch.float32
@@ -463,7 +474,7 @@ def test_what_is_written_is_compared_in_float64(device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    for contract in (healthy, healthy_into, healthy_where, healthy_once, healthy_number):
+    for contract in (healthy, healthy_into, healthy_where, healthy_once, healthy_exact, healthy_number):
         with suppress(pytest.skip.Exception):
             getattr(contract, check)(**arguments(check, device))
 

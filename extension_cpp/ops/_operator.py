@@ -65,6 +65,7 @@ def _libraries(namespace: str) -> tuple[torch.library.Library, torch.library.Lib
 SLOW_NODES = "is_cuda"
 """Of tensors where a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what a kernel
 of ours saves on a small tensor."""
+_is_capturing = torch.cuda.is_current_stream_capturing if torch.cuda._is_compiled() else bool
 _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -156,10 +157,11 @@ class operator:
     """What torch.compile's Inductor fuses with the operators around it, in place of a call of the kernel, for float32 and
     float64: a function of PyTorch's operators that gives the kernel's bits and writes into nothing. True is the reference.
     On CUDA Inductor contracts a product with a sum after it, of this operator or the next."""
-    exact: bool = False
-    """Whether the reference of an elementwise operator has the kernels' bits, in every dtype. Then it stands in where the
+    exact: Callable | bool = False
+    """Whether the reference of an elementwise operator has the kernels' bits, in every dtype. Then it is used where the
     derivative would take longer in Python than in PyTorch's own operators: for calls that record one on a GPU, unless the
-    tensors are large."""
+    tensors are large. A function, if only the derivative has the bits of that of PyTorch's operators: it calls them, and
+    the values of its one result are replaced by the kernel's."""
     triton: bool | str = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of such a module."""
     public: bool = True
@@ -267,7 +269,9 @@ class Operator:
     def signature(self) -> Signature:
         signature = self._read_signature()
         if self.declared.exact and not signature.elementwise:
-            fail(self.name, "exact=True is for elementwise operators: leave it out of the declaration")
+            fail(self.name, "exact= is for elementwise operators: leave it out of the declaration")
+        if callable(self.declared.exact) and len(signature.results) != 1:
+            fail(self.name, f"exact=function is for operators with one result, got {len(signature.results)}")
         sizes = {"...", *(name for a in signature.arguments for p in a.patterns for name in p.names), *self.names}
         for field_name in ("independent", "summed", "flops"):
             for name in re.findall(r"\.\.\.|[A-Za-z_]\w*", getattr(self.declared, field_name)):
@@ -418,7 +422,7 @@ class Operator:
             way = [f"if not ({recorded}): {way[0]}"]
             record = f"_operator._apply[0]({', '.join(unwrapped)})"
             if self.declared.exact:
-                record = f"_reference({', '.join(arguments)}) if _is_small({', '.join(tensors)}) else {record}"
+                record = f"_exact({', '.join(arguments)}) if _is_small({', '.join(tensors)}) else {record}"
             way.append(f"if not (_transforms() or _tracing() or _autocast()): return {record}")
         quick = [
             f"        if {' and '.join(plain)} and not ({' or '.join(others)}):",
@@ -431,7 +435,7 @@ class Operator:
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
         scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self}
-        scope["_reference"] = self.reference
+        scope["_exact"] = self.exact
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -523,6 +527,24 @@ class Operator:
         """
         functions = [_derivatives.make_function(self, self.default, None, quick) for quick in (True, False)]
         return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
+
+    @cached_property
+    def exact(self) -> Callable:
+        """What records a call on small tensors, where the declaration has `exact`."""
+        if not callable(recorded := self.declared.exact):
+            return self.reference
+        kernel = self.kernel
+
+        def exact(*args: Any) -> Tensor:
+            if (
+                _is_capturing()
+            ):  # A graph is replayed without Python, and has a kernel less with the derivative of its own.
+                return self._apply[0](*args)
+            result = recorded(*args)
+            result.data = _dispatch_call_boxed(kernel, *args)
+            return result
+
+        return exact
 
     # Registration.
 
