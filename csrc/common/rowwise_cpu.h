@@ -23,6 +23,8 @@ class RowsOnCpu {
   static constexpr int64_t kSegment = 1 << 16;  // a multiple of kBlock, which is one of kLanes
   static constexpr int64_t kGrain = 32'768;     // elements worth a thread
   static constexpr bool kConverts = !std::is_same_v<T, V>;
+  // float16 is converted in blocks, by instructions that a loop over single elements doesn't get.
+  static constexpr bool kInBlocks = std::is_same_v<T, float16>;
   static constexpr auto kEach = std::make_index_sequence<Shape::kElements>();
 
   struct Row {
@@ -113,13 +115,13 @@ class RowsOnCpu {
     }
   }
 
-  // The arguments' elements from `begin` on, in the type of the computation.
-  void elements(int64_t r, int64_t begin, int64_t n, V (*buffers)[kBlock], const V** in) const {
+  // Where the arguments' elements from `begin` on are, of which element() makes what is computed with.
+  void elements(int64_t r, int64_t begin, int64_t n, V (*buffers)[kBlock], const void** in) const {
     for (int e = 0; e < Shape::kElements; ++e) {
       const int k = Shape::kElementsAt[e];
       if (Shape::In::kAt[k] == kColumns) {
         in[e] = columns_[k] + begin;
-      } else if constexpr (kConverts) {
+      } else if constexpr (kInBlocks) {
         read(row(k, r) + begin, 1, buffers[e], n);
         in[e] = buffers[e];
       } else {
@@ -128,32 +130,40 @@ class RowsOnCpu {
     }
   }
 
+  static V element(const void* const* in, int e, int64_t i) {
+    if (kInBlocks || Shape::In::kAt[Shape::kElementsAt[e]] == kColumns) return static_cast<const V*>(in[e])[i];
+    return load(static_cast<const T*>(in[e])[i]);
+  }
+
   State accumulate(int64_t r, int64_t begin, int64_t end) const {
     using Fields = std::array<V, kFields>;
     static_assert(sizeof(State) == sizeof(Fields), "a State has members of type V alone");
-    alignas(64) V lanes[kFields][kLanes];
-    const Fields initial = std::bit_cast<Fields>(State{});
-    for (int f = 0; f < kFields; ++f) std::fill_n(lanes[f], kLanes, initial[f]);
-    auto get = [&](int l) {
-      Fields fields;
-      for (int f = 0; f < kFields; ++f) fields[f] = lanes[f][l];
-      return std::bit_cast<State>(fields);
-    };
-    auto put = [&](int l, const State& state) {
-      const Fields fields = std::bit_cast<Fields>(state);
-      for (int f = 0; f < kFields; ++f) lanes[f][l] = fields[f];
-    };
+    State result;
     simd::run([&] {
-      alignas(64) V buffers[kConverts ? Shape::kElements : 1][kBlock];
+      const Formula formula = formula_;
+      // In this function, of which nothing else can change them: then they are kept in registers.
+      alignas(64) V lanes[kFields][kLanes];
+      const Fields initial = std::bit_cast<Fields>(State{});
+      for (int f = 0; f < kFields; ++f) std::fill_n(lanes[f], kLanes, initial[f]);
+      auto get = [&](int l) {
+        Fields fields;
+        for (int f = 0; f < kFields; ++f) fields[f] = lanes[f][l];
+        return std::bit_cast<State>(fields);
+      };
+      auto put = [&](int l, const State& state) {
+        const Fields fields = std::bit_cast<Fields>(state);
+        for (int f = 0; f < kFields; ++f) lanes[f][l] = fields[f];
+      };
+      alignas(64) V buffers[kInBlocks ? Shape::kElements : 1][kBlock];
       for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t n = std::min(kBlock, end - at);
-        const V* in[Shape::kElements];
+        const void* in[Shape::kElements];
         elements(r, at, n, buffers, in);
         auto add = [&](int64_t i, int l) {
           V values[Shape::kElements];
-          for (int e = 0; e < Shape::kElements; ++e) values[e] = in[e][i + l];
+          for (int e = 0; e < Shape::kElements; ++e) values[e] = element(in, e, i + l);
           State state = get(l);
-          accumulate_one(formula_, state, values, kEach);
+          accumulate_one(formula, state, values, kEach);
           put(l, state);
         };
         int64_t i = 0;
@@ -163,15 +173,16 @@ class RowsOnCpu {
         }
         for (int l = 0; i + l < n; ++l) add(i, l);
       }
-    });
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      for (int l = 0; l < step; ++l) {
-        State state = get(l);
-        formula_.combine(state, get(l + step));
-        put(l, state);
+      for (int step = kLanes / 2; step > 0; step /= 2) {
+        for (int l = 0; l < step; ++l) {
+          State state = get(l);
+          formula.combine(state, get(l + step));
+          put(l, state);
+        }
       }
-    }
-    return get(0);
+      result = get(0);
+    });
+    return result;
   }
 
   template <class Kept>
@@ -180,11 +191,11 @@ class RowsOnCpu {
       const Kept kept = given;  // Of which the compiler knows that no result overwrites it.
       const Formula formula = formula_;
       constexpr int kOut = Shape::kRowsOut + Shape::kSums;
-      alignas(64) V buffers[kConverts ? Shape::kElements : 1][kBlock];
+      alignas(64) V buffers[kInBlocks ? Shape::kElements : 1][kBlock];
       alignas(64) V written[kConverts ? kOut : 1][kBlock];
       for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t n = std::min(kBlock, end - at);
-        const V* in[Shape::kElements];
+        const void* in[Shape::kElements];
         V* out[kOut];
         elements(r, at, n, buffers, in);
         for (int o = 0; o < kOut; ++o) {
@@ -200,7 +211,7 @@ class RowsOnCpu {
 #pragma GCC ivdep
         for (int i = 0; i < static_cast<int>(n); ++i) {
           V values[Shape::kElements];
-          for (int e = 0; e < Shape::kElements; ++e) values[e] = in[e][i];
+          for (int e = 0; e < Shape::kElements; ++e) values[e] = element(in, e, i);
           const auto result = write_one(formula, kept, at + i, values, kEach);
           for (int o = 0; o < kOut; ++o) {
             if (Shape::Out::kAt[Shape::kWrittenAt[o]] == kColumns) {
