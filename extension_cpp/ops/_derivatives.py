@@ -19,7 +19,6 @@ from torch._C import (
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
     _dispatch_call_boxed,
-    _dispatch_has_kernel_for_dispatch_key,
     _ExcludeDispatchKeyGuard,
 )
 from torch._C._functorch import (
@@ -29,7 +28,6 @@ from torch._C._functorch import (
     get_interpreter_stack,
     is_batchedtensor,
     is_gradtrackingtensor,
-    peek_interpreter_stack,
     unwrap_if_dead,
 )
 from torch._functorch.autograd_function import VmapInfo
@@ -61,6 +59,10 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
     return autograd
 
 
+_VMAP = frozenset([TransformType.Vmap])
+_VMAP_AND_GRAD = _VMAP | {TransformType.Grad}
+
+
 def make_transformed(operator: Any, overload: Any, backend: str | None) -> Callable:
     @cache
     def derivative() -> Any:
@@ -68,12 +70,14 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
 
     def transformed(*args: Any) -> Any:
         """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
-        transforms = {interpreter.key() for interpreter in get_interpreter_stack()}
+        stack: Any = get_interpreter_stack()
+        batched = stack[-1].key() == TransformType.Vmap
+        # Sets of them take as long as a small operator.
+        transforms = _VMAP if batched and len(stack) == 1 else {interpreter.key() for interpreter in stack}
         try:
-            top: Any = peek_interpreter_stack()
-            known = not operator.written and transforms <= {TransformType.Vmap, TransformType.Grad}
-            if top.key() == TransformType.Vmap and (known or _has_users_vmap(operator, overload)):
-                return _batched(operator, overload, backend, VmapInterpreter(top), args)
+            known = not operator.written and (transforms is _VMAP or transforms <= _VMAP_AND_GRAD)
+            if batched and (known or _has_users_vmap(operator, overload)):
+                return _batched(operator, overload, backend, VmapInterpreter(stack[-1]), args)
             by_reference = operator.differentiable and operator.backward is None
             if not known or (by_reference and TransformType.Grad in transforms):
                 return operator.checked(*args)
@@ -303,9 +307,7 @@ def _differentiate_reference(operator: Any, *args: Any) -> Any:
 
 def _has_users_vmap(operator: Any, overload: Any) -> bool:
     """Whether somebody called torch.library.register_vmap for the operator, or registered its key in C++."""
-    return overload is operator.default and _dispatch_has_kernel_for_dispatch_key(
-        operator.qualified, "FuncTorchBatched"
-    )
+    return overload is operator.default and operator.has_users_vmap()
 
 
 def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args: Sequence[Any]) -> Any:

@@ -62,6 +62,11 @@ def _libraries(namespace: str) -> tuple[torch.library.Library, torch.library.Lib
     return torch.library.Library(namespace, "FRAGMENT"), torch.library.Library(namespace, "FRAGMENT")
 
 
+def _loaded_so_far() -> int:
+    """One number, which a call compares, for how many modules and libraries there are."""
+    return len(sys.modules) + (len(torch.ops.loaded_libraries) << 16)
+
+
 SLOW_NODES = "is_cuda"
 """Of tensors where a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what a kernel
 of ours saves on a small tensor."""
@@ -225,6 +230,7 @@ class Operator:
         self.registered = self._registrations()
         self.looked = -1
         self.unchanged = [-1]
+        self.looked_for_vmap = -1, False
         self.function = self._make_function()
         when_imported("torch.utils.flop_counter", self._count_operations)
         if declared.fused:
@@ -322,11 +328,20 @@ class Operator:
         torch.library has those of Python. Of those of C++ only the dispatcher knows, which takes long to ask: it is asked
         again once a module was imported or torch.ops.load_library called, as these load the libraries that register.
         """
-        count = len(sys.modules) + (len(torch.ops.loaded_libraries) << 16)  # One number: a call compares it.
+        count = _loaded_so_far()
         if self.looked != count:
             self.looked = count
             self.unchanged[0] = count if self._registrations() == self.registered else -1
         return self.unchanged[0] == count and self.is_ours(torch.library._impls)
+
+    def has_users_vmap(self) -> bool:
+        """The same of a rule for vmap."""
+        if f"{self.namespace}/{self.name}/FuncTorchBatched" in torch.library._impls:
+            return True
+        if self.looked_for_vmap[0] != (count := _loaded_so_far()):
+            found = torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified, "FuncTorchBatched")
+            self.looked_for_vmap = count, found
+        return self.looked_for_vmap[1]
 
     def explain(self, error: RuntimeError | MemoryError) -> RuntimeError | MemoryError:
         """What a call raises for an error of a kernel: PyTorch's own class where memory ran out, and always with the name.
@@ -610,9 +625,10 @@ class Operator:
             self.implement(name, _derivatives.make_autograd(self, overload, backend), "Autograd", with_keyset=True)
         else:
             self.implement(name, torch.library.fallthrough_kernel, "Autograd")
-        self.library.impl(
-            name, _derivatives.make_transformed(self, overload, backend), "FuncTorchDynamicLayerFrontMode"
-        )
+        transformed = _derivatives.make_transformed(self, overload, backend)
+        self.library.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
+        if overload is self.default and self.kernel is not None:
+            self.library.impl(f"{name}.kernel", transformed, "FuncTorchDynamicLayerFrontMode")
         if self.declared.autocast:
             for device in ("CPU", "CUDA"):
                 autocast = _derivatives.make_autocast(self, overload, device)
@@ -639,7 +655,6 @@ class Operator:
             "AutocastCPU",
             "AutocastCUDA",
             "AutogradNestedTensor",
-            "FuncTorchDynamicLayerFrontMode",
             "FuncTorchGradWrapper",
             "Tracer",
             *["Negative"] * bool(self.written),
