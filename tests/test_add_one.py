@@ -49,15 +49,9 @@ def test_sparse_is_refused(function):
         function(torch.eye(3).to_sparse())
 
 
-@pytest.fixture(params=DEVICES)
-def slow_nodes(request, monkeypatch):
-    """A device on which small tensors have the derivatives of PyTorch, as those of a GPU have."""
-    monkeypatch.setattr(_operator, "SLOW_NODES", f"is_{request.param}")
-    return request.param
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_small_tensors_have_derivatives_of_pytorch(slow_nodes, dtype):
+def test_small_tensors_have_derivatives_of_pytorch(device, dtype):
     """For a call that records one: with the bits of the kernel, which large tensors and a backend asked for get."""
     calls = {
         "add_one": (extension_cpp.add_one, lambda a, b: (a,)),
@@ -66,8 +60,8 @@ def test_small_tensors_have_derivatives_of_pytorch(slow_nodes, dtype):
         "mymuladd": (extension_cpp.mymuladd, lambda a, b: (a, b, 1 / 3)),
     }
     for function, arguments in calls.values():
-        for n, small in ((1000, True), (2**22 + 1, False)):
-            a, b = torch.randn(2, n, device=slow_nodes).to(dtype).unbind()
+        for n, small in ((1000, True), (_operator.SMALL[device == "cuda"] + 1, False)):
+            a, b = torch.randn(2, n, device=device).to(dtype).unbind()
             args = arguments(a.requires_grad_(), b)
             assert _operator.is_small(a, None) == small  # None is an optional tensor that is left out.
             function(*args)  # The first call after an import asks who has registered a kernel.
@@ -80,14 +74,15 @@ def test_small_tensors_have_derivatives_of_pytorch(slow_nodes, dtype):
                 assert function(*args).grad_fn.name() not in ("AddBackward0", "MulBackward0")
 
 
-def test_small_tensors_are_checked(slow_nodes):
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_tensors_are_checked(device):
     """What PyTorch's operators would take is refused, and a tensor without memory is no reason to stop."""
-    a = torch.randn(2, 3, device=slow_nodes, requires_grad=True)
+    a = torch.randn(2, 3, device=device, requires_grad=True)
     dead = []
     torch.func.grad(lambda t: dead.append(t) or t.sum())(a.detach())
     for _ in range(2):
         assert extension_cpp.mymul(a, dead[0]).requires_grad
-    freed = torch.randn(2, 3, device=slow_nodes)
+    freed = torch.randn(2, 3, device=device)
     freed.untyped_storage().resize_(0)
     for args, message in (
         ((a, a.to(torch.int32)), "b must have the dtype of a, float32, got int32"),

@@ -29,6 +29,7 @@ from torch._C import (
     _any_requires_grad,
     _are_functorch_transforms_active,
     _AutoDispatchBelowAutograd,
+    _data_address,
     _dispatch_call_boxed,
     _get_function_stack_at,
     _is_any_autocast_enabled,
@@ -67,9 +68,9 @@ def _loaded_so_far() -> int:
     return len(sys.modules) + (len(torch.ops.loaded_libraries) << 16)
 
 
-SLOW_NODES = "is_cuda"
-"""Of tensors where a node of autograd in Python, of some 30 us on the thread of the backward, takes longer than what a kernel
-of ours saves on a small tensor."""
+SMALL = {True: 2**22, False: 2**13}
+"""Elements, on CUDA or not, up to which a node of autograd in Python takes longer than what a kernel of ours saves. On CUDA
+it runs on the thread of the backward, which makes it slower."""
 _is_capturing = torch.cuda.is_current_stream_capturing if torch.cuda._is_compiled() else bool
 _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
@@ -77,22 +78,23 @@ _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.f
 def is_small(first: Tensor, *others: Tensor | None) -> bool:
     """Whether a call that records a gradient is quicker as PyTorch's own nodes: tensors that need no other check than these.
 
-    `data_ptr` raises for a tensor that has no memory, as that of a transform that is over.
+    `_data_address` raises for a tensor that has no memory, as that of a transform that is over; `data_ptr` would also make a
+    lazy copy.
     """
-    if not getattr(first, SLOW_NODES) or first.numel() > 2**22:
+    if first.numel() > SMALL[first.is_cuda]:
         return False
     dtype, layout = first.dtype, torch.strided
     if dtype not in _SMALL_DTYPES or first.dim() > 8 or first.layout is not layout or first.is_nested:
         return False
     try:
-        if not first.data_ptr():
+        if not _data_address(first):
             return False
         for t in others:
             if t is None:  # An optional one.
                 continue
             if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
                 return False
-            if t.get_device() != first.get_device() or not t.data_ptr():
+            if t.get_device() != first.get_device() or not _data_address(t):
                 return False
     except RuntimeError:
         return False
@@ -164,8 +166,8 @@ class operator:
     On CUDA Inductor contracts a product with a sum after it, of this operator or the next."""
     exact: Callable | bool = False
     """Whether the reference of an elementwise operator has the kernels' bits, in every dtype. Then it is used where the
-    derivative would take longer in Python than in PyTorch's own operators: for calls that record one on a GPU, unless the
-    tensors are large. A function, if only the derivative has the bits of that of PyTorch's operators: it calls them, and
+    derivative would take longer in Python than in PyTorch's own operators: for calls on small tensors that record one. A
+    function, if only the derivative has the bits of that of PyTorch's operators: it calls them, and
     the values of its one result are replaced by the kernel's."""
     triton: bool | str = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of such a module."""
