@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import DTYPES, backward, compiled, sizes, vectors
+from benchmarks.contenders import CALL, DTYPES, backward, compiled, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops._operator import reference_of
 
@@ -48,7 +48,8 @@ def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     for op, (_, expected, _) in PEERS.items():
         sixteen = vectors(device, torch.float32, 16, 1)
-        yield Case(op, device, peers(op), sixteen, expected, workload="a call on 16 elements", timer=time_calls)
+        call = {"workload": "a call on 16 elements", "timer": time_calls, "reason": CALL}
+        yield Case(op, device, peers(op), sixteen, expected, **call)
         for dtype in DTYPES:
             for log2 in sizes(device, dtype):
                 n = 2**log2
