@@ -507,6 +507,21 @@ class Contract:
             args = grown(args, 2)
         return args
 
+    def test_mixed_dtypes(self, device):
+        """Arguments whose dtype the signature doesn't tie to another's, in other dtypes."""
+        operator = self.op.operator
+        free = [argument for argument in operator.signature.arguments[1:] if not argument.like]
+        if not free:
+            pytest.skip("the dtypes of all arguments are tied to the first one's")
+        for argument, args in product(free, islice(self.op.samples(device, self.usual), 3)):
+            at = operator.signature.positions[argument.name]
+            if at >= len(args) or args[at] is None:
+                continue
+            of_kind = [dtype for dtype in argument.dtypes if dtype.is_floating_point == args[at].is_floating_point()]
+            for dtype in of_kind:
+                with hint(f"if {argument.name} must have the dtype of another argument, its signature must say `as`"):
+                    self.compare_with_reference((*args[:at], args[at].to(dtype), *args[at + 1 :]))
+
     def test_special_values(self, device, dtype):
         """NaN, infinities, zeros and what exp of overflows, as the reference has them."""
         if not self.op.operator.signature.elementwise or not dtype.is_floating_point:

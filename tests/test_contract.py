@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 
 import extension_cpp
@@ -496,6 +497,70 @@ def test_a_failure_names_what_answers_it(fault, answer):
     contract, check = FAULTS[fault]
     with pytest.raises(AssertionError, match=re.escape(answer)):
         getattr(contract, check)(**arguments(check, "cpu"))
+
+
+def test_a_dtype_that_the_signature_leaves_free():
+    """A kernel that reads y as if it were of the dtype of x."""
+    LIBRARY.define("fault_free(Tensor x, Tensor y) -> Tensor")
+    LIBRARY.impl("fault_free", lambda x, y: x + y.view(x.dtype)[: x.numel()], "CPU")
+    add = operator(name="fault_free", signature="x: N; y: N -> N", differentiable=False)(lambda x, y: x + y.to(x.dtype))
+
+    class Free(Contract):
+        op = Case(add, lambda device, dtype: [tuple(torch.randn(2, 8, device=device).to(dtype).unbind())])
+
+    Free().test_parity("cpu", torch.float32)
+    with pytest.raises(
+        AssertionError, match="if y must have the dtype of another argument, its signature must say `as`"
+    ):
+        Free().test_mixed_dtypes("cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"independent": "N"}, "independent must name sizes that results have, got N"),
+        ({"summed": "M"}, "summed must name sizes that a result lacks, got M"),
+    ],
+)
+def test_sizes_that_say_nothing(given, message):
+    name = f"fault_useless_{next(iter(given))}"
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, lambda x: x.sum(1), "CPU")
+    function = operator(name=name, signature="x: M N -> M", **given)(lambda x: x.sum(1))
+    try:
+        with pytest.raises(RuntimeError, match=f"^{name}: {message}"):
+            _ = function.operator.signature
+    finally:
+        del _backends.operators[name]
+
+
+@pytest.mark.slow
+def test_a_changed_derivative_is_compiled_anew(tmp_path):
+    """torch.compile keeps graphs on disk, in which an operator is only a name."""
+    source = """
+import torch
+from extension_cpp import operator
+library = torch.library.Library("changing_ops", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: x * 2, "CPU")
+@operator(name="changing_ops::twice", signature="x: ... -> ...", backward=lambda grad: grad * {factor})
+def twice(x):
+    return x * 2
+"""
+    run = """
+from changing import twice
+x = torch.ones(5, requires_grad=True)
+torch.compile(twice)(x).sum().backward()
+print(x.grad[0].item(), torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+    said = []
+    for factor in (2, 2, 3):
+        (tmp_path / "changing.py").write_text(source.replace("{factor}", str(factor)))
+        code = f"import sys, torch\nsys.path.insert(0, {str(tmp_path)!r})\nsys.dont_write_bytecode = True\n{run}"
+        done = python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.split())
+    assert said == [["2.0", "0"], ["2.0", "1"], ["3.0", "0"]]
 
 
 def test_a_namespace_of_its_own():

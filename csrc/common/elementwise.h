@@ -94,6 +94,7 @@ auto elementwise(const Operator& op, const Formula& formula, const Inputs&... in
   constexpr size_t kIn = sizeof...(Inputs);
   constexpr size_t kOut = detail::results_of<Formula>(std::make_index_sequence<kIn>());
   const Call<kIn> call(op, {&inputs...});
+  call.check_dtypes();
   Loop<kOut + kIn> loop;
   const auto outputs = allocate_outputs<kOut, kIn>(op.name(), call.views, loop);
   [&]<size_t... O>(std::index_sequence<O...>) {
@@ -108,6 +109,7 @@ template <class Kernels = Floating, class Formula, class... Tensors>
 void elementwise_out(const Operator& op, const Formula& formula, const Tensors&... tensors) {
   constexpr size_t kIn = sizeof...(Tensors) - 1;
   const Call<kIn + 1> call(op, {&tensors...});
+  call.check_dtypes();
   [&]<size_t... I>(std::index_sequence<I...>) {
     const std::array<const Tensor*, kIn + 1> given{&tensors...};
     Loop<kIn + 1> loop;
@@ -122,6 +124,7 @@ template <class Kernels = Floating, class Formula, class... Tensors>
 void elementwise_in_place(const Operator& op, const Formula& formula, const Tensors&... tensors) {
   constexpr size_t kIn = sizeof...(Tensors);
   const Call<kIn> call(op, {&tensors...});
+  call.check_dtypes();
   [&]<size_t... I>(std::index_sequence<I...>) {
     const std::array<const Tensor*, kIn> given{&tensors...};
     Loop<kIn + 1> loop;

@@ -152,6 +152,7 @@ auto run_recurrence(const Operator& op, const Cell& cell, const Tensors&... tens
   constexpr int kBefore = kBackward ? 2 * S::kStates : 0, kOut = kBackward ? S::kVariables : S::kStates;
   static_assert(sizeof...(Tensors) == kBefore + S::kVariables, "as many tensors as the cell has variables");
   const Call<sizeof...(Tensors)> call(op, {&tensors...});
+  call.check_dtypes();
   const auto results = allocate_results<kOut>(call);
   Sequences<Cell> p(call, kBefore);
   for (int k = 0; k < kOut; ++k) p.results[kBackward ? p.place(k) : k] = results[k].mutable_data_ptr();

@@ -339,6 +339,10 @@ auto rowwise(const Operator& op, const Formula& formula, const Tensors&... tenso
   constexpr size_t kIn = Shape::kIn, kOut = Shape::kOut;
   static_assert(sizeof...(Tensors) == kIn, "as many tensors as Arguments has roles");
   const Call<kIn> call(op, {&tensors...});
+  for (size_t k = 0; k < kIn; ++k) {
+    const Role role = Shape::In::kAt[k];
+    if (role != kStatistics && role != kIndices) call.check_dtype(k, Shape::kElementsAt[0]);
+  }
   const auto results = detail::allocate_results<kOut>(call, Shape::kRowsOut > 0);
   detail::check_roles<Formula>(op.name(), call.views, results);
   const detail::RowArguments<Formula> arguments(op.name(), {&tensors...}, call.views);

@@ -130,6 +130,18 @@ class Call {
 
   int64_t operator[](std::string_view dimension) const { return checks_[dimension]; }
 
+  // For a kernel that has one type for both: a signature without `as` takes others.
+  void check_dtype(size_t k, size_t like) const {
+    const View &t = views[k], &other = views[like];
+    if (t.dtype == other.dtype) return;
+    fail(
+        op.name(), t.name, " must have the dtype of ", other.name, ", ", dtypes::name(other.dtype), ", got ",
+        dtypes::name(t.dtype), "; its signature must say \"as ", other.name, "\"");
+  }
+  void check_dtypes() const {
+    for (size_t k = 1; k < N; ++k) check_dtype(k, 0);
+  }
+
   // A result, contiguous and not yet written.
   Tensor empty(size_t result = 0) const { return checks_.empty(result, views[0]); }
 

@@ -13,14 +13,17 @@ transform of torch.func, autocast, and an overload for each backend.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import linecache
+import marshal
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,7 +32,6 @@ from torch._C import (
     _any_requires_grad,
     _are_functorch_transforms_active,
     _AutoDispatchBelowAutograd,
-    _data_address,
     _dispatch_call_boxed,
     _get_function_stack_at,
     _is_any_autocast_enabled,
@@ -71,7 +73,7 @@ def _loaded_so_far() -> int:
 SMALL = {True: 2**22, False: 2**13}
 """Elements, on CUDA or not, up to which a node of autograd in Python takes longer than what a kernel of ours saves. On CUDA
 it runs on the thread of the backward, which makes it slower."""
-_is_capturing = torch.cuda.is_current_stream_capturing if torch.cuda._is_compiled() else bool
+_data_address = torch._C._data_address  # type: ignore[attr-defined]
 _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -285,6 +287,13 @@ class Operator:
             for name in re.findall(r"\.\.\.|[A-Za-z_]\w*", getattr(self.declared, field_name)):
                 if name not in sizes:
                     fail(self.name, f"{field_name} must name sizes of its signature, got {name}")
+        results = [result.pattern.names for result in signature.results]
+        for name in re.findall(r"[A-Za-z_]\w*", self.declared.independent):
+            if not any(name in names for names in results):
+                fail(self.name, f"independent must name sizes that results have, got {name}")
+        for name in re.findall(r"[A-Za-z_]\w*", self.declared.summed):
+            if all(name in names for names in results):
+                fail(self.name, f"summed must name sizes that a result lacks, got {name}")
         return signature
 
     def _read_signature(self) -> Signature:
@@ -299,14 +308,34 @@ class Operator:
                 return Signature.read(line.decode(), self.schema)
         fail(self.name, f"no signature of {self.qualified} in {', '.join(libraries) or 'any library'}")
 
+    def _mark_caches(self) -> None:
+        """Let torch.compile take no graph from its cache on disk that has another derivative, or another formula fused.
+
+        An operator is only a name in the keys of that cache.
+        """
+        config: Any = importlib.import_module("torch.compiler.config")
+        tags = [f"{self.namespace} {self._sources};"]
+        if self.declared.fused:
+            tags += [f"{self.qualified} is replaced on {d};" for d in ("cpu", "cuda") if self._is_replaced(d)]
+        for tag in tags:
+            if tag not in config.cache_key_tag:
+                config.cache_key_tag += tag
+
+    @cached_property
+    def _sources(self) -> str:
+        """A hash of the Python that the operator, and what is derived from it, is written in."""
+        declared = self.declared
+        given = (self.reference, declared.backward, declared.vmap, declared.fused, declared.fake)
+        codes = {code.co_filename: code for function in given if (code := getattr(function, "__code__", None))}
+        files = {str(path): None for path in Path(__file__).parent.glob("*.py")} | codes
+        digest = hashlib.sha256(declared.signature.encode())
+        for file, code in sorted(files.items()):  # That of a frozen program may be nowhere.
+            digest.update(Path(file).read_bytes() if Path(file).is_file() else marshal.dumps(code))
+        return digest.hexdigest()[:16]
+
     def fake(self, *args: Any) -> Any:
         """The results of a call without their values; raises what the kernels raise."""
-        if self.declared.fused:
-            # Inductor keeps on disk what it fused in other processes.
-            config: Any = importlib.import_module("torch.compiler.config")
-            for device in filter(self._is_replaced, ("cpu", "cuda")):
-                if (tag := f"{self.qualified} is replaced on {device};") not in config.cache_key_tag:
-                    config.cache_key_tag += tag
+        self._mark_caches()
         if self.declared.fake:
             return self.declared.fake(*args)
         every = self.all_arguments(args)
@@ -550,12 +579,11 @@ class Operator:
         """What records a call on small tensors, where the declaration has `exact`."""
         if not callable(recorded := self.declared.exact):
             return self.reference
-        kernel = self.kernel
+        kernel, first = self.kernel, self.tensors[0]
 
         def exact(*args: Any) -> Tensor:
-            if (
-                _is_capturing()
-            ):  # A graph is replayed without Python, and has a kernel less with the derivative of its own.
+            # A graph is replayed without Python, and has a kernel less with the operator's own derivative.
+            if args[first].is_cuda and torch.cuda.is_current_stream_capturing():
                 return self._apply[0](*args)
             result = recorded(*args)
             result.data = _dispatch_call_boxed(kernel, *args)

@@ -3,6 +3,7 @@ export has names and types that tools can read."""
 
 import ast
 import inspect
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -137,6 +138,27 @@ def exported(source: str, **modules: list[str]) -> list[str]:
             case value:
                 names += ast.literal_eval(value)
     return names
+
+
+def foreign_namespaces(stem: str, source: str) -> list[str]:
+    """Of other families, in a file of the family `stem`: what two of them define in one is taken for the same."""
+    return [name for name in re.findall(r"^namespace extension_cpp::(\w+)", source, re.MULTILINE) if name != stem]
+
+
+def test_a_namespace_for_each_family():
+    csrc = PACKAGE.parent / "csrc"
+    files = [path for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
+    stems = {path: path.relative_to(csrc).parts[0].partition(".")[0] for path in files}
+    found = {
+        path.name: names
+        for path, stem in stems.items()
+        if stem not in ("common", "module") and (names := foreign_namespaces(stem, path.read_text()))
+    }
+    assert len(files) > 20 and not found
+
+
+def test_a_foreign_namespace_is_found():
+    assert foreign_namespaces("nms", "namespace extension_cpp::nms {\nnamespace extension_cpp::matmul {") == ["matmul"]
 
 
 def test_type_checkers_find_every_name():
