@@ -60,7 +60,7 @@ define lint-and-test
 endef
 
 test:
-	@echo "make test: compiles, lints and tests; usually ten minutes on two cores, and two more to make .venv first"
+	@echo "make test: compiles, lints and tests; usually seven minutes on two cores, and two more to make .venv first"
 	$(call lint-and-test,not packages and not long)
 
 # Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.

@@ -158,7 +158,7 @@ def test_a_namespace_for_each_family():
 
 
 def test_a_foreign_namespace_is_found():
-    assert foreign_namespaces("nms", "namespace extension_cpp::nms {\nnamespace extension_cpp::matmul {") == ["matmul"]
+    assert foreign_namespaces("one", "namespace extension_cpp::one {\nnamespace extension_cpp::two {") == ["two"]
 
 
 def test_type_checkers_find_every_name():

@@ -547,7 +547,7 @@ def declared(library, shape: str):
 
 
 def without_exact(function: Any) -> Any:
-    """As if its declaration had no exact=True, which adds what comes after the call of the kernel."""
+    """As if its declaration had no exact=, which adds what comes after the call of the kernel."""
     operator = copy(function.operator)
     operator.declared = replace(operator.declared, exact=False)
     return operator._make_function()
@@ -565,8 +565,8 @@ def test_a_call_takes_no_more_than_of_our_own(library, shape):
     """The instructions from a call to the dispatcher are those of our own operators, but for the number of arguments."""
     if _backends.chosen:
         pytest.skip("calls take the slower way where the environment chooses a backend")
-    add_one, my_op, mymul = map(without_exact, (extension_cpp.add_one, extension_cpp.my_op, extension_cpp.mymul))
-    mymuladd = extension_cpp.mymuladd
+    ours = extension_cpp.add_one, extension_cpp.my_op, extension_cpp.mymul, extension_cpp.mymuladd
+    add_one, my_op, mymul, mymuladd = map(without_exact, ours)
     length = {function: len(instructions(function)) for function in (add_one, my_op, mymul)}
     number, tensor = length[my_op] - length[add_one], length[mymul] - length[add_one]
     assert number > 0 and tensor > 0
