@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd.gradcheck import GradcheckError
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -367,12 +368,16 @@ class Contract:
         """Whether Triton's interpreter has the call, which it does on a CPU."""
         return self.backend == "triton" and not any(t.is_cuda for t in tensors(args))
 
-    def results_of(self, args: Args) -> list[Tensor]:
-        """Of a call: of the dtypes that the signature says, and none of the arguments, on which autograd relies."""
-        returned, signature = self.op.function(*args), self.op.operator.signature
+    def check_dtypes(self, returned: Any, args: Args, said: str) -> None:
+        signature = self.op.operator.signature
         for t, result in zip(tensors(returned), signature.results):
             want = result.dtype or args[signature.positions[result.like]].dtype
-            assert t.dtype == want, f"a result in {t.dtype}, where the signature says {want}, on {describe(args)}"
+            assert t.dtype == want, f"{said}{t.dtype}, where the signature says {want}, on {describe(args)}"
+
+    def results_of(self, args: Args) -> list[Tensor]:
+        """Of a call: of the dtypes that the signature says, and none of the arguments, on which autograd relies."""
+        returned = self.op.function(*args)
+        self.check_dtypes(returned, args, "a result in ")
         for (i, arg), t in product(enumerate(args), tensors(returned)):
             if isinstance(arg, Tensor) and (t is arg or (t.numel() and memory(t) == memory(arg))):
                 where = f"in the memory of argument {i}, on {describe(args)}"
@@ -400,6 +405,7 @@ class Contract:
         """The values of the reference, computed in higher precision."""
         samples = list(self.op.samples(device, dtype))
         assert samples, f"the Case of {self.op.name} has no samples for {dtype} on {device}: nothing is tested"
+        self.check_dtypes(self.op.reference(*map_tensors(clone, samples[0])), samples[0], "the reference returns ")
         for args in samples:
             self.compare_with_reference(args)
 
@@ -622,9 +628,8 @@ class Contract:
         for args in small:
             # In the first sample each element by itself; in the others all at once, in a random direction.
             given = {"fast_mode": args is not small[0]}
-            with hint(
-                "if the operator has no derivative, declare it with differentiable=False; else correct backward="
-            ):
+            why = "if the operator has no derivative, declare it with differentiable=False; else correct backward="
+            with hint(why, of=GradcheckError):
                 assert torch.autograd.gradcheck(self.op.function, args, **given)
             if self.op.operator.declared.differentiable == "once":
                 self.check_refuses_a_second_derivative(args)
@@ -727,7 +732,11 @@ class Contract:
             expected = run(op, op.function, map_tensors(clone, args))
             actual = run(op, compiled, map_tensors(clone, args))
             for got, want in zip(actual, expected):
-                assert same_bits(got, want) and significant_strides(got) == significant_strides(want)
+                same = same_bits(got, want) and significant_strides(got) == significant_strides(want)
+                fused = "; fused= of the declaration must have the bits of the kernel" * bool(
+                    op.operator.declared.fused
+                )
+                assert same, f"compiled another result: {got}, expected {want}, on {describe(args)}{fused}"
             if op.differentiable and op.operator.public:  # torch.compile has no second derivatives.
                 leaves = self.with_gradients(args)
                 for got, want in zip(gradients(compiled, leaves), gradients(op.function, leaves)):

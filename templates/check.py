@@ -126,6 +126,9 @@ def measure(name: str, stem: str) -> None:
                 console.print(f"not measured: {case.op}: {case.name}: {reason}", highlight=False, markup=False)
             except harness.Disagreement as error:
                 sys.exit(f"templates.check: {error}")
+            except Exception as error:
+                what = f"benchmarks/bench_{stem}.py can't call {case.op}: {type(error).__name__}: {error}"
+                sys.exit(f"templates.check: {what}; correct its arguments if you changed the schema")
         if found:
             console.print(words.table(records.Results(records.header(stem, device, records.commit(), {}), found)))
 

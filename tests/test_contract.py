@@ -342,6 +342,10 @@ FAULTS = {
     "compiled with wrong strides": (define("fault_compiled", double, fake=transposed_strides), "test_compile"),
     "fake misses an error": (define("fault_error", refuses_in_the_kernel_only, errors=three_dimensions), "test_errors"),
     "wrong index": (define_where("fault_index", lambda x: where_large(x) + 1), "test_parity"),
+    "a reference of another dtype": (
+        define("fault_reference", double, reference=lambda x: double(x).double()),
+        "test_parity",
+    ),
     "wrong dtype of an exact result": (define_where("fault_exact", lambda x: where_large(x).int()), "test_parity"),
     "fake with a size that depends on values": (
         define_where("fault_size", where_large, fake=lambda x: x.new_empty(x.numel(), dtype=torch.int64)),
