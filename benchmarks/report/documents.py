@@ -142,7 +142,7 @@ def speed(found: list[Results]) -> str:
 
 def page(found: list[Results]) -> str:
     """benchmarks/README.md: every picture and every case."""
-    text = "# Results\n\nWritten by `make report` from [results](results), which `make bench` measures: the median of rounds"
+    text = "# Results\n\nWritten by `make report` from `results`, which `make bench` measures: the median of rounds"
     text += (
         " in which ours and its peers\ntake turns. The limit is the time that a case's bytes or operations take at the"
     )

@@ -102,7 +102,7 @@ class TestDocuments:
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document}: make {target}"
 
     def test_links_lead_somewhere(self):
-        for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")):
             prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
             for link in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
                 assert (document.parent / link).exists(), f"{document}: {link}"
