@@ -733,10 +733,8 @@ class Contract:
             actual = run(op, compiled, map_tensors(clone, args))
             for got, want in zip(actual, expected):
                 same = same_bits(got, want) and significant_strides(got) == significant_strides(want)
-                fused = "; fused= of the declaration must have the bits of the kernel" * bool(
-                    op.operator.declared.fused
-                )
-                assert same, f"compiled another result: {got}, expected {want}, on {describe(args)}{fused}"
+                why = "; fused= wants the bits of the kernel" if op.operator.declared.fused else ""
+                assert same, f"compiled another result: {got}, expected {want}, on {describe(args)}{why}"
             if op.differentiable and op.operator.public:  # torch.compile has no second derivatives.
                 leaves = self.with_gradients(args)
                 for got, want in zip(gradients(compiled, leaves), gradients(op.function, leaves)):

@@ -169,8 +169,8 @@ class operator:
     exact: Callable | bool = False
     """Whether the reference of an elementwise operator has the kernels' bits, in every dtype. Then it is used where the
     derivative would take longer in Python than in PyTorch's own operators: for calls on small tensors that record one. A
-    function, if only the derivative has the bits of that of PyTorch's operators: it calls them, and
-    the values of its one result are replaced by the kernel's."""
+    function, if only the derivative has the bits of that of PyTorch's operators: it calls them, and the values of its one
+    result are replaced by the kernel's."""
     triton: bool | str = False
     """Whether extension_cpp/triton/<stem>.py has a kernel of the operator's name; or the name of such a module."""
     public: bool = True
