@@ -31,7 +31,8 @@ def layouts(dtype: torch.dtype):
 
 def test_it_is_used():
     assert all(_backends.shown(operator, "cuda") == _backends.COMPILED for operator in COMPILED)
-    assert all(extension_cpp.backends()[operator.name]["cuda"] == _backends.COMPILED for operator in COMPILED)
+    shown = extension_cpp.backends()
+    assert all(shown[operator.name]["cuda"] == _backends.COMPILED for operator in COMPILED if operator.public)
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))

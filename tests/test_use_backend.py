@@ -315,7 +315,7 @@ assert seen == ["extension_cpp.add_one.triton"], seen
             return x
 
         with pytest.raises(RuntimeError, match="x: its kernel has another use for that name"):
-            Kernel("x", triton.jit(x), ["x"], [], 1)
+            Kernel(triton.jit(x), ["x"], [], 1)
 
     @needs_triton
     def test_a_formula_of_other_arguments(self):

@@ -106,9 +106,9 @@ class Launch {
     return count;
   }
 
-  // A kernel that nvcc didn't compile, without dynamic shared memory; `arguments` point to its parameters.
-  void compiled(cudaKernel_t kernel, int64_t blocks, int threads, void** arguments) {
-    check(cudaLaunchKernel(kernel, static_cast<unsigned>(blocks), threads, arguments, 0, stream_));
+  // A kernel that nvcc didn't compile; `arguments` point to its parameters.
+  void compiled(cudaKernel_t kernel, int64_t blocks, int threads, size_t shared_bytes, void** arguments) {
+    check(cudaLaunchKernel(kernel, static_cast<unsigned>(blocks), threads, arguments, shared_bytes, stream_));
   }
 
   void zero(void* memory, size_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }

@@ -90,9 +90,10 @@ std::array<Tensor, kOut> allocate_results(const Call<kIn>& call, bool large = tr
   return results;
 }
 
-// False where that takes more dimensions than there are.
+// False where that takes more dimensions than `most`.
 template <size_t K>
-bool merge_leading(const std::array<View, K>& views, const std::array<bool, K>& has_rows, int leading, Leading<K>& to) {
+bool merge_leading(
+    const std::array<View, K>& views, const std::array<bool, K>& has_rows, int leading, int most, Leading<K>& to) {
   to = {};
   for (int d = leading; d-- > 0;) {
     int64_t size = 1;
@@ -107,7 +108,7 @@ bool merge_leading(const std::array<View, K>& views, const std::array<bool, K>& 
       to.sizes[last] *= size;
       continue;
     }
-    if (to.ndim == kRowDims) return false;
+    if (to.ndim == most) return false;
     to.sizes[to.ndim] = size;
     for (size_t k = 0; k < K; ++k) to.strides[k][to.ndim] = has_rows[k] ? views[k].strides[d] : 0;
     ++to.ndim;
@@ -116,7 +117,7 @@ bool merge_leading(const std::array<View, K>& views, const std::array<bool, K>& 
 }
 
 // The arguments with dense rows: those whose rows aren't, and all if their rows lie too irregularly, are copied.
-template <class Formula>
+template <class Formula, int kMostDims = kRowDims>
 struct RowArguments {
   static constexpr size_t K = Formula::Arguments::kSize;
 
@@ -138,9 +139,9 @@ struct RowArguments {
       count = 1;
       for (int d = 0; d < leading; ++d) count = times(count, views[k].sizes[d]);
     }
-    if (count == 0 || merge_leading(views, has_rows, leading, this->leading)) return;
+    if (count == 0 || merge_leading(views, has_rows, leading, kMostDims, this->leading)) return;
     for (size_t k = 0; k < K; ++k) make_dense(op, k, views);
-    merge_leading(views, has_rows, leading, this->leading);
+    merge_leading(views, has_rows, leading, kMostDims, this->leading);
   }
 
   template <class T>

@@ -1,9 +1,9 @@
-// Runs elementwise operators whose kernels are Triton's, compiled when this library was built.
+// Runs operators whose kernels are Triton's, compiled when this library was built.
 //
-// extension_cpp/triton/_ahead.py writes the file that includes this: of each formula a kernel for every dtype, layout
-// of the operands and size, with an image of machine code for each architecture. They are the kernels that Triton
-// compiles just in time where this library isn't used (extension_cpp/triton/elementwise.py), and take their arguments
-// as those do.
+// extension_cpp/triton/_ahead.py writes the file that includes this: of each formula a kernel for every dtype and what
+// else is told apart here, with an image of machine code for each architecture. They are the kernels that Triton
+// compiles just in time where this library isn't used (elementwise.py, rowwise.py and recurrence.py there), and take
+// their arguments as those do.
 #pragma once
 
 #include <atomic>
@@ -15,6 +15,7 @@
 
 #include "launch.cuh"
 #include "loop.h"
+#include "recurrence.h"
 #include "register.h"
 
 // All images, one behind the other.
@@ -35,7 +36,7 @@ struct Image {
   bool exact;        // no other GPUs run it: it is for 9.0a
   bool ptx;          // which the driver compiles
   size_t offset;
-  int block, threads;  // elements and threads of a block
+  int block, threads, shared;  // elements, threads and bytes of shared memory of a block
   cudaKernel_t kernel = nullptr;
 
   bool runs_on(int gpu) const {
@@ -99,15 +100,55 @@ class Kernel {
   std::array<std::atomic<const Image*>, kMostDevices> loaded_{};
 };
 
-// The kernels of a formula for one dtype: for operands that are contiguous and aligned, else for 1 to 3 dimensions; of
-// each for few elements and for many.
+// The kernels of a formula for one dtype.
+//   elementwise: for operands that are contiguous and aligned, else for 1 to 3 dimensions; of each for few elements and
+//                for many
+//   rowwise:     for rows that are aligned, and for others; of each for the sizes in kBlocks
+//   recurrence:  for channels that are aligned, and for others
 struct Row {
   int32_t dtype;
   int64_t itemsize;
-  Kernel* kernels[2 * (kMostDims + 1)];
+  Kernel* kernels[16];
 };
 
+constexpr int64_t kBlocks[] = {256, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
+constexpr int64_t kMostSums = 1024;  // programs that each add up some of the rows
+
 namespace detail {
+
+// The arguments of a kernel, in the order of its parameters. Those that are constants in it are none of them.
+template <size_t kMost>
+class Arguments {
+ public:
+  void add(const void* pointer) { keep(reinterpret_cast<int64_t>(pointer)); }
+  void add(int64_t value) { keep(value); }  // Of which a parameter of 32 bits reads the first half.
+  template <size_t N>
+  void add(const std::array<double, N>& numbers) {
+    for (const double number : numbers) {
+      const auto bits = std::bit_cast<int64_t>(number);
+      keep(bits >> 32);
+      keep(bits);
+    }
+  }
+
+  // With Triton's own two, for memory that a formula doesn't need.
+  void** all() {
+    keep(0);
+    keep(0);
+    return pointers_;
+  }
+
+ private:
+  void keep(int64_t value) {
+    values_[count_] = value;
+    pointers_[count_] = &values_[count_];
+    ++count_;
+  }
+
+  size_t count_ = 0;
+  int64_t values_[kMost + 2];
+  void* pointers_[kMost + 2];
+};
 
 // One launch: results first, which lie behind one another in the order of the dimensions.
 template <int N>
@@ -135,30 +176,15 @@ void launch_part(
   const int layout = vectors ? 0 : part.ndim;
   const int64_t n = part.numel();
   const Image& image = row.kernels[2 * layout + (n >= kMany)]->on(launch, device);
-  // In the order of the kernel's parameters. Those that are constants in it are none of its parameters.
-  int32_t values[2 * kNumbers + 1 + kMostDims - 1 + N * kMostDims];
-  void* arguments[N + std::size(values) + 2];
-  int32_t* value = values;
-  void** argument = arguments;
-  auto add = [&](int64_t x) {
-    *value = static_cast<int32_t>(x);
-    *argument++ = value++;
-  };
-  for (char*& pointer : part.data) *argument++ = &pointer;
-  for (const double number : numbers) {
-    const auto bits = std::bit_cast<int64_t>(number);
-    add(bits >> 32);
-    add(bits);
-  }
-  add(n);
-  for (int d = 0; d + 1 < layout; ++d) add(part.sizes[d]);
+  Arguments<N + 2 * kNumbers + kMostDims + N * kMostDims> arguments;
+  for (const char* pointer : part.data) arguments.add(pointer);
+  arguments.add(numbers);
+  arguments.add(n);
+  for (int d = 0; d + 1 < layout; ++d) arguments.add(part.sizes[d]);
   for (int i = kOut; i < N; ++i) {
-    for (int d = 0; d < layout; ++d) add(part.strides[i][d]);
+    for (int d = 0; d < layout; ++d) arguments.add(part.strides[i][d]);
   }
-  void* scratch = nullptr;  // Triton's own two, for memory that a formula doesn't need.
-  *argument++ = &scratch;
-  *argument++ = &scratch;
-  launch.compiled(image.kernel, ceil_div(n, image.block), image.threads, arguments);
+  launch.compiled(image.kernel, ceil_div(n, image.block), image.threads, image.shared, arguments.all());
 }
 
 // In parts whose offsets are 32 bits wide: along the outermost dimension. False if one step of it is too much.
@@ -270,6 +296,141 @@ void write(
       torch::stable::copy_(written, compute<1, kIn>(call, rows, at, numbers));
     }
   }(std::make_index_sequence<kIn>());
+}
+
+namespace detail {
+
+// A tensor of its own memory, contiguous.
+inline Tensor copy_of(const Tensor& t) {
+  Tensor copy = torch::stable::new_empty(t, t.sizes());
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+inline bool is_aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
+// What kernels write where a result is a sum: a part each, of `parts`, in the type of the computation.
+class Sums {
+ public:
+  Sums(const Tensor& result, int64_t parts, int64_t size)
+      : result_(result), parts_(torch::stable::new_empty(result, {parts, size}, wide(result.scalar_type()))) {}
+
+  void* data() const { return parts_.mutable_data_ptr(); }
+  // The same on every run, as it would not be if kernels added to the same memory.
+  void finish() { torch::stable::copy_(result_, torch::stable::sum(parts_, std::array<int64_t, 1>{0})); }
+
+ private:
+  using ScalarType = torch::headeronly::ScalarType;
+  static ScalarType wide(ScalarType type) { return type == ScalarType::Double ? type : ScalarType::Float; }
+
+  Tensor result_, parts_;
+};
+
+template <class In, class Out>
+struct RowFormula {
+  using Arguments = In;
+  using Results = Out;
+};
+
+}  // namespace detail
+
+// The results of a formula of a row, which takes all tensors of a call, and numbers. Rows that are aligned are added up in
+// another order than others: so that the length of the rows alone decides which, a tensor of the other kind is copied.
+template <class In, class Out, size_t kNumbers, size_t kIn>
+auto rowwise(const Call<kIn>& call, std::span<const Row> rows, const std::array<double, kNumbers>& numbers) {
+  using namespace extension_cpp::detail;
+  constexpr int kOut = Out::kSize;
+  using Formula = detail::RowFormula<In, Out>;
+  const char* const op = call.op.name();
+  const auto results = allocate_results<kOut>(call);
+  check_roles<Formula>(op, call.views, results);
+  std::array<const Tensor*, kIn> tensors;
+  for (size_t k = 0; k < kIn; ++k) tensors[k] = call.views[k].tensor;
+  RowArguments<Formula, 1> given(op, tensors, call.views);
+  const int64_t size = given.size, count = given.count;
+  constexpr int64_t kLongest = std::end(kBlocks)[-1];
+  if (size > kLongest) {
+    fail(
+        op, "the kernels that Triton compiled with the package are for rows of at most ", kLongest,
+        " elements, got rows of ", size, ": extension_cpp.use_backend(\"reference\") takes them");
+  }
+  const bool aligned = size % 16 == 0;
+  int64_t aparts[kIn];
+  for (size_t k = 0; k < kIn; ++k) {
+    const Role role = In::kAt[k];
+    aparts[k] = given.leading.ndim ? given.leading.strides[k][0] : 0;
+    if (!aligned || !has_elements(role) || (aparts[k] % 16 == 0 && detail::is_aligned(*given.tensors[k]))) continue;
+    given.tensors[k] = detail::copy_of(*given.tensors[k]);
+    if (role == kRows) aparts[k] = size;
+  }
+  Launch launch(op, call.views[0]);
+  const Row& row = detail::row_of(op, rows, call.views[0].dtype);
+  int block = 0;
+  while (kBlocks[block] < size) ++block;
+  constexpr int64_t kMostPrograms = 0x7fffffff;
+  const int64_t of_program = std::max<int64_t>(1, ceil_div(count, Out::count(kColumns) ? kMostSums : kMostPrograms));
+  const int64_t programs = ceil_div(count, of_program);
+  detail::Arguments<kOut + 2 * kIn + 2 * kNumbers + 3> arguments;
+  std::vector<detail::Sums> sums;
+  for (int k = 0; k < kOut; ++k) {
+    if (Out::kAt[k] == kColumns) {
+      arguments.add(sums.emplace_back(results[k], programs, size).data());
+    } else {
+      arguments.add(results[k].mutable_data_ptr());
+    }
+  }
+  for (const auto& tensor : given.tensors) arguments.add(tensor->const_data_ptr());
+  arguments.add(numbers);
+  for (const int64_t value : {size, count, of_program}) arguments.add(value);
+  for (size_t k = 0; k < kIn; ++k) {
+    if (In::kAt[k] != kColumns) arguments.add(aparts[k]);
+  }
+  if (programs > 0) {
+    const Image& image = row.kernels[(aligned ? 0 : std::size(kBlocks)) + block]->on(launch, call.views[0].device_index);
+    launch.compiled(image.kernel, programs, image.threads, image.shared, arguments.all());
+  }
+  for (detail::Sums& sum : sums) sum.finish();
+  return returned(results);
+}
+
+// The results of a cell's formula, forward or backward.
+template <int kStates, int kInputs, int kWeights, bool kBackward, size_t kNumbers, size_t kIn>
+auto recurrence(const Call<kIn>& call, std::span<const Row> rows, const std::array<double, kNumbers>& numbers) {
+  using namespace extension_cpp::detail;
+  constexpr size_t kOut = kBackward ? kInputs + kWeights + kStates : kStates;
+  const char* const op = call.op.name();
+  const auto results = allocate_results<kOut>(call);
+  const View& first = call.views[0];  // (B, T, H)
+  const int64_t batch = first.sizes[0], steps = first.sizes[1], width = first.sizes[2];
+  bool aligned = width % 16 == 0;
+  std::array<std::optional<Tensor>, kIn> given;
+  for (size_t k = 0; k < kIn; ++k) {
+    given[k] = torch::stable::contiguous(*call.views[k].tensor);
+    aligned = aligned && detail::is_aligned(*given[k]);
+  }
+  detail::Arguments<kOut + kIn + 2 * kNumbers + 2> arguments;
+  std::vector<detail::Sums> sums;
+  for (size_t k = 0; k < kOut; ++k) {
+    if (kBackward && k >= kInputs && k < kInputs + kWeights) {
+      arguments.add(sums.emplace_back(results[k], batch, width).data());
+    } else {
+      arguments.add(results[k].mutable_data_ptr());
+    }
+  }
+  for (const auto& tensor : given) arguments.add(tensor->const_data_ptr());
+  arguments.add(numbers);
+  arguments.add(steps);
+  arguments.add(width);
+  Launch launch(op, first);
+  const Row& row = detail::row_of(op, rows, first.dtype);
+  const Image& image = row.kernels[aligned ? 0 : 1]->on(launch, first.device_index);
+  const int64_t programs = times(batch, ceil_div(width, image.block));
+  if (programs > 0x7fffffff) fail(op, "the tensors are too large for one launch: ", programs, " blocks");
+  if (programs > 0) launch.compiled(image.kernel, programs, image.threads, image.shared, arguments.all());
+  for (detail::Sums& sum : sums) sum.finish();
+  return returned(results);
 }
 
 }  // namespace extension_cpp::triton

@@ -840,7 +840,7 @@ class Operator:
     def _make_triton(self) -> Any:
         """<op>.triton, of that kernel."""
         kernel = self.triton_kernel()
-        if hasattr(kernel, "prepare"):  # A formula under @elementwise.
+        if hasattr(kernel, "prepare"):  # A formula under @elementwise or the like.
             kernel.prepare(self)
 
         def function(*args: Any) -> Any:
@@ -890,7 +890,11 @@ class Operator:
                 custom_triton_ops_decomposition_disabled,
             )  # Which imports all of the compiler.
 
-            used = overload is not self.default or self._shows_triton(_backends.device_type(args))
+            device = _backends.device_type(args)
+            used = overload is not self.default or self._shows_triton(device)
+            # Another version of Triton may add up in another order: what was compiled with the package stays a call of it.
+            if overload is self.default and _backends.is_compiled(self, device) and not self.signature.elementwise:
+                used = False
             symbolic = any(
                 is_symbolic(arg) if isinstance(arg, Tensor) else isinstance(arg, torch.SymInt | torch.SymFloat)
                 for arg in args

@@ -32,12 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNED = Path(__file__).with_name("tuned.json")
+MOST_SHARED = 48 * 1024  # bytes, which a kernel has without asking for more
 DEFAULT = {"BLOCK": 1024, "num_warps": 4}
-# What the launcher tells apart: 0 for operands that are contiguous and aligned, else how many dimensions they have.
-LAYOUTS = (0, 1, 2, 3)
-SIZES = ("few", "many")
-TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-TYPES |= {"uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64"}
 NUMBERS = {"float": "double", "int": "int64_t", "bool": "bool"}
 
 
@@ -65,7 +61,8 @@ class Job:
     operator: str
     formula: int
     dtype: str
-    layout: int
+    variant: Any
+    """What the launcher tells apart, but for the size."""
     target: Target
     block: int
     warps: int
@@ -73,9 +70,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Made:
-    """What became of a job: the name of the kernel in its image, and the image."""
+    """What became of a job: the name of the kernel in its image, the bytes of shared memory that it needs, and the image."""
 
     entry: str
+    shared: int
     image: bytes
 
 
@@ -90,7 +88,7 @@ class Ahead:
     """One for each formula."""
     dtypes: list[Any]
     tables: list[list[tuple[Job, ...]]] = field(default_factory=list)
-    """Of each formula the kernels by dtype, layout and size, each a job for each target."""
+    """Of each formula the kernels by dtype and variant, each a job for each target."""
 
 
 operators: dict[str, Ahead] = {}
@@ -119,22 +117,12 @@ def kernels_of(operator: Any) -> list[Any]:
     """The kernels of an operator that the launcher can run; none of one that CUDA C++ or Triton alone can."""
     if not operator.triton or (ROOT / "csrc" / f"{operator.stem}.cu").exists():
         return []
-    function, signature = operator.triton_kernel(), operator.signature
-    first, *others = signature.arguments
+    function = operator.triton_kernel()
     types = [str(argument.type) for argument in operator.schema.arguments]
-    fits = (
-        hasattr(function, "prepare")
-        and signature.elementwise
-        and all(argument.like == first.name for argument in others)
-        and all(result.dtype is None for result in signature.results)
-        and {*types} <= {"Tensor", "Optional[Tensor]", *NUMBERS}
-        and len(operator.written) + len(signature.results) > 0
-        and len(operator.written) <= 1
-    )
-    if not fits:
+    if not hasattr(function, "prepare") or not {*types} <= {"Tensor", "Optional[Tensor]", *NUMBERS}:
         return []
     function.prepare(operator)
-    return function.kernels
+    return function.kernels if function.fits() else []
 
 
 def configuration(tuned: dict[str, Any], job: tuple[str, Any], target: Target, size: str) -> tuple[int, int]:
@@ -150,17 +138,14 @@ def plan(targets: list[Target]) -> None:
     tuned = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     for name, ahead in operators.items():
         for formula in range(len(ahead.kernels)):
-            ahead.tables.append(
-                [
-                    tuple(
-                        Job(name, formula, name_of(dtype), layout, t, *configuration(tuned, (name, dtype), t, size))
-                        for t in targets
-                    )
-                    for dtype in ahead.dtypes
-                    for layout in LAYOUTS
-                    for size in SIZES
-                ]
-            )
+            rows: list[tuple[Job, ...]] = []
+            for dtype in ahead.dtypes:
+                of_targets = []
+                for target in targets:
+                    variants = ahead.kernels[formula].variants(partial(configuration, tuned, (name, dtype), target))
+                    of_targets.append([Job(name, formula, name_of(dtype), v, target, *how) for v, *how in variants])
+                rows += zip(*of_targets)
+            ahead.tables.append(rows)
 
 
 def name_of(dtype: Any) -> str:
@@ -169,6 +154,7 @@ def name_of(dtype: Any) -> str:
 
 def compile_kernel(job: Job, cache: Path) -> Made:
     """As Triton compiles it just in time, but for what is known of the arguments: csrc/common/triton.cuh passes the rest."""
+    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler
@@ -179,15 +165,9 @@ def compile_kernel(job: Job, cache: Path) -> Made:
     compiler.sm_arch_from_capability = lambda capability: f"sm_{job.target.sm}"
     os.environ["TRITON_CACHE_DIR"] = str(cache / job.target.sm)  # Its keys don't know of the line above.
     kernel = operators[job.operator].kernels[job.formula]
-    names = kernel.plain.arg_names
-    pointers = names[: kernel.results + len(kernel.inputs_at)]
-    constants = {"DIMS": job.layout or 1, "MANY": False, "WIDE": False, "BLOCK": job.block, "n30": 0}
-    constants |= {name: 1 for name in ("size0", "size1") if int(name[-1]) >= job.layout - 1}
-    strides = [name for name in names if re.search(r"_stride\d$", name)]
-    constants |= {name: int(name.endswith("0")) for name in strides if int(name[-1]) >= job.layout}
-    types = {name: f"*{TYPES[job.dtype]}" if name in pointers else "i32" for name in names}
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))} if job.layout == 0 else {}
+    names, constants = kernel.plain.arg_names, kernel.constants(job.variant, job.block)
+    types = kernel.types(getattr(torch, job.dtype)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned(job.variant)}
     made = triton.compile(
         ASTSource(kernel.plain, types, constants, aligned),
         target=GPUTarget("cuda", job.target.number, 32),
@@ -199,9 +179,9 @@ def compile_kernel(job: Job, cache: Path) -> Made:
         raise RuntimeError(
             f"{job.operator}: this Triton's kernels have parameters that csrc/common/triton.cuh doesn't know"
         )
-    if meta.num_warps != job.warps or meta.shared > 48 * 1024 or meta.global_scratch_size:
+    if meta.num_warps != job.warps or meta.shared > MOST_SHARED or meta.global_scratch_size:
         raise RuntimeError(f"{job.operator}: its formula needs memory that csrc/common/triton.cuh doesn't give it")
-    return Made(meta.name, packed(job.target, ptx.encode() if job.target.ptx else made.asm["cubin"]))
+    return Made(meta.name, meta.shared, packed(job.target, ptx.encode() if job.target.ptx else made.asm["cubin"]))
 
 
 def packed(target: Target, code: bytes) -> bytes:
@@ -245,7 +225,7 @@ def write(out: Path, version: str, made: dict[Job, Made]) -> None:
             kernels[jobs] = f"kernel{len(kernels)}"
             lines += [
                 f"Image images_of_{kernels[jobs]}[] = {{",
-                *(f"    {image_line(job, made[job].entry, places[job])}," for job in jobs),
+                *(f"    {image_line(job, made[job], places[job])}," for job in jobs),
                 "};",
                 f"Kernel {kernels[jobs]}(images_of_{kernels[jobs]});",
             ]
@@ -292,9 +272,10 @@ def update(file: Path, content: bytes) -> None:
         file.write_bytes(content)
 
 
-def image_line(job: Job, entry: str, place: int) -> str:
+def image_line(job: Job, made: Made, place: int) -> str:
     exact, ptx = (str(each).lower() for each in (job.target.name.endswith("a"), job.target.ptx))
-    return f'{{"{entry}", {job.target.number}, {exact}, {ptx}, {place}, {job.block}, {32 * job.warps}}}'
+    threads = 32 * job.warps
+    return f'{{"{made.entry}", {job.target.number}, {exact}, {ptx}, {place}, {job.block}, {threads}, {made.shared}}}'
 
 
 def operator_lines(number: int, ahead: Ahead, kernels: dict[tuple[Job, ...], str]) -> Iterator[str]:
@@ -308,7 +289,7 @@ def operator_lines(number: int, ahead: Ahead, kernels: dict[tuple[Job, ...], str
     )
     for formula, table in enumerate(ahead.tables):
         yield f"const Row rows{number}_{formula}[] = {{"
-        width = len(LAYOUTS) * len(SIZES)
+        width = len(table) // len(ahead.dtypes)
         for i, dtype in enumerate(ahead.dtypes):
             row = ", ".join(f"&{kernels[jobs]}" for jobs in table[i * width : (i + 1) * width])
             yield f'    {{dtypes::find("{name_of(dtype)}"), {dtype.itemsize}, {{{row}}}}},'
@@ -326,8 +307,11 @@ def operator_lines(number: int, ahead: Ahead, kernels: dict[tuple[Job, ...], str
     yield f"  const Call<{len(tensors)}> call(op{number}, {{{', '.join(tensors)}}});"
     lacking = ""
     for formula, kernel in enumerate(ahead.kernels):
-        inputs = ", ".join(str(operator.tensors.index(i)) for i in kernel.inputs_at)
         numbers = ", ".join(f"static_cast<double>({arguments[i].name})" for i in kernel.numbers_at)
+        if host := getattr(kernel, "host", ""):
+            yield f"  return {host}(call, rows{number}_{formula}, std::array<double, {len(kernel.numbers_at)}>{{{numbers}}});"
+            continue
+        inputs = ", ".join(str(operator.tensors.index(i)) for i in kernel.inputs_at)
         shape = f"{len(kernel.inputs_at)}, {len(kernel.numbers_at)}"
         what = f"call, rows{number}_{formula}, {{{inputs}}}, {{{numbers}}}"
         if operator.written:

@@ -15,7 +15,7 @@ dimensions once those that lie behind one another in every operand are merged. O
 import linecache
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +33,40 @@ CONFIGS = [
 ]
 MANY = 2**20  # Elements from which on the configuration matters.
 MAX_DIMS = 3
+# What the launcher of what is compiled ahead tells apart: 0 for operands that are contiguous and aligned, else how many
+# dimensions they have.
+LAYOUTS = (0, 1, 2, 3)
+SIZES = ("few", "many")
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8"}
+TYPES |= {torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 MAX_INT = 2**31 - 1
+
+
+def make(kind: str, formula: Any, parameters: list[str], body: list[str], unspecialized: list[str]) -> Any:
+    """The kernel of these lines, which calls the formula by its name."""
+    name = formula.fn.__name__
+    # By its own name, under which Inductor writes down what a kernel calls.
+    others = "\n".join([*parameters, *body]).replace(f" = {name}(", " = (")
+    if name in re.findall(r"\w+", others) or hasattr(globals().get(name), "fn"):
+        how = f"give the formula another, and call {kind}(formula) by the operator's"
+        _backends.fail(name, f"its kernel has another use for that name; {how}")
+    lines = [f"def {name}_kernel({', '.join(parameters)}):", *(f"    {line}" for line in body), ""]
+    source = "\n".join(lines)
+    file = f"<{name}_kernel of extension_cpp.triton>"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
+    scope = {**globals(), name: formula}
+    if _backends.interpreted:  # Which wants to see triton.language next to each function.
+        formula.fn.__globals__.setdefault("tl", tl)
+    exec(compile(source, file, "exec"), scope)
+    return triton.jit(scope[f"{name}_kernel"], do_not_specialize=unspecialized)
 
 
 class Kernel:
     """The kernel of a formula, and what was chosen for it."""
 
-    def __init__(self, name: str, formula: Any, tensors: list[str], numbers: list[str], results: int) -> None:
+    def __init__(self, formula: Any, tensors: list[str], numbers: list[str], results: int) -> None:
         self.results = results
+        name = formula.fn.__name__
         self.inputs_at: list[int] = []
         self.numbers_at: list[int] = []
         halves = [f"{number}_{half}" for number in numbers for half in ("high", "low")]
@@ -65,34 +91,42 @@ class Kernel:
             ]
 
         lines = [
-            f"def {name}_kernel({', '.join(parameters + constants)}):",
-            "    at = positions(BLOCK, WIDE)",
-            "    inside = at < elements(n30, rest, WIDE)",
-            "    if DIMS == 1:",  # Without a mask accesses are wide, however many elements there are.
-            "        if tl.program_id(0) < elements(n30, rest, WIDE) // BLOCK:",
-            *(f"            {line}" for line in body("")),
-            "        else:",
-            *(f"            {line}" for line in body(", inside")),
+            "at = positions(BLOCK, WIDE)",
+            "inside = at < elements(n30, rest, WIDE)",
+            "if DIMS == 1:",  # Without a mask accesses are wide, however many elements there are.
+            "    if tl.program_id(0) < elements(n30, rest, WIDE) // BLOCK:",
+            *(f"        {line}" for line in body("")),
             "    else:",
             *(f"        {line}" for line in body(", inside")),
+            "else:",
+            *(f"    {line}" for line in body(", inside")),
         ]
-        # By its own name, under which Inductor writes down what a kernel calls.
-        others = "\n".join(lines).replace(f" = {name}(", " = (")
-        if name in re.findall(r"\w+", others) or hasattr(globals().get(name), "fn"):
-            how = "give the formula another, and call elementwise(formula) by the operator's"
-            _backends.fail(name, f"its kernel has another use for that name; {how}")
-        source = "\n".join(lines) + "\n"
-        file = f"<{name}_kernel of extension_cpp.triton>"
-        linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
-        scope = {**globals(), name: formula}
-        if _backends.interpreted:  # Which wants to see triton.language next to each function.
-            formula.fn.__globals__.setdefault("tl", tl)
-        exec(compile(source, file, "exec"), scope)
-        self.plain = triton.jit(scope[f"{name}_kernel"], do_not_specialize=halves)
+        self.pointers = parameters[: results + len(tensors)]
+        self.plain = make("elementwise", formula, parameters + constants, lines, halves)
         configs = CONFIGS[:1] if _backends.interpreted else CONFIGS  # The interpreter has nothing to measure.
         keep = {} if _backends.interpreted else {"cache_results": True}
         self.tuned = triton.autotune(configs, key=["DIMS", "MANY"], **keep)(self.plain)
         self.chosen: dict[Any, dict[str, Any]] = {}
+
+    # What is compiled ahead of time, for csrc/common/triton.cuh to choose from.
+
+    def variants(self, configuration: Callable[[str], tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """Layouts, each with elements of a block and warps."""
+        return [(layout, *configuration(size)) for layout in LAYOUTS for size in SIZES]
+
+    def constants(self, layout: int, block: int) -> dict[str, int]:
+        constants = {"DIMS": layout or 1, "MANY": False, "WIDE": False, "BLOCK": block, "n30": 0}
+        constants |= {name: 1 for name in ("size0", "size1") if int(name[-1]) >= layout - 1}
+        strides = [name for name in self.plain.arg_names if re.search(r"_stride\d$", name)]
+        return constants | {name: int(name.endswith("0")) for name in strides if int(name[-1]) >= layout}
+
+    def types(self, dtype: torch.dtype) -> dict[str, str]:
+        """Triton's, of the parameters."""
+        return dict.fromkeys(self.plain.arg_names, "i32") | dict.fromkeys(self.pointers, pointer(dtype))
+
+    def aligned(self, layout: int) -> list[str]:
+        """The parameters that 16 divides."""
+        return self.pointers if layout == 0 else []
 
     def __call__(self, n: int, arguments: tuple, constants: dict[str, Any], dtype: torch.dtype) -> None:
         """Past the autotuner, which takes longer than a small launch, once it has chosen."""
@@ -165,6 +199,11 @@ def number(high, low):
 # Outside. torch.compile of torch 2.11 and before takes no constant beyond 32 bits.
 
 
+def pointer(dtype: torch.dtype) -> str:
+    """Triton's type of a tensor."""
+    return f"*{TYPES[dtype]}"
+
+
 def halves(bits: int) -> tuple[int, int]:
     """An int64 as two of 32 bits."""
     low = bits & 0xFFFFFFFF
@@ -205,10 +244,22 @@ class elementwise:
                     _backends.fail(operator.name, f"{wanted}; got {name}")
             tensors = [name for name in formula.arg_names if at[name] in operator.tensors]
             numbers = [name for name in formula.arg_names if name not in tensors]
-            kernel = Kernel(formula.fn.__name__, formula, tensors, numbers, len(operator.schema.returns) or 1)
+            kernel = Kernel(formula, tensors, numbers, len(operator.schema.returns) or 1)
             kernel.inputs_at, kernel.numbers_at = [at[name] for name in tensors], [at[name] for name in numbers]
             kernels.append(kernel)
         self.kernels = kernels
+
+    def fits(self) -> bool:
+        """Whether it can be compiled ahead: all tensors have one dtype, and at most one is written to."""
+        operator, signature = self.operator, self.operator.signature
+        first, *others = signature.arguments
+        return (
+            signature.elementwise
+            and all(argument.like == first.name for argument in others)
+            and all(result.dtype is None for result in signature.results)
+            and len(operator.written) + len(signature.results) > 0
+            and len(operator.written) <= 1
+        )
 
     def __call__(self, *args: Any) -> Any:
         operator = self.operator

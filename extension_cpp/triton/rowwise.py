@@ -1,4 +1,22 @@
-"""What row-wise kernels in Triton share: their rows, memory for sums over them, and the launch."""
+"""Row-wise operators in Triton: a formula of a row is all that an author writes.
+
+    @rowwise
+    @triton.jit
+    def softmax(x, inside):
+        terms = tl.where(inside, tl.exp(x - tl.max(tl.where(inside, x, float("-inf")))), 0)
+        return terms / tl.sum(terms)
+
+It has the operator's name. It takes arguments of its schema by their names, the size of a row by its name in the signature,
+and `inside`, which says which elements of a block are in the row. What a tensor is to a row, the signature says:
+
+    ... N     the elements of the row, and 0 behind them; as a result, those of its row
+    N         the same for every row, as a weight; as a result, a sum over the rows
+    ...       one value
+
+All are in float32, or float64 for float64, but integers. Several results are a tuple.
+
+A program of the kernel that is made of it has some rows in turn, each as one block.
+"""
 
 from typing import Any
 
@@ -7,36 +25,209 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from extension_cpp.ops import _backends
+from extension_cpp.ops import _backends, _signature
+from extension_cpp.triton.elementwise import bits_of, make, pointer
 
 MOST_SUMS = 1024
 """Programs that each add up some of the rows."""
+LONGEST = 2**20
+"""Elements of a block in Triton."""
+BLOCKS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""Elements of a block, as of the kernels that are compiled ahead of time (csrc/common/triton.cuh): the same bits."""
+ROLES = {(True, 1): "kRows", (False, 1): "kColumns", (True, 0): "kValues"}
 
 
-class Rows:
-    """The rows of a tensor (..., N): dense, and as far apart from each other as the argument's own where that is possible.
+class Formula:
+    """What row-wise operators and recurrences share: the tensors and numbers of an operator, in a kernel."""
+
+    sums: list[bool]
+    """Of the results: whether the kernel writes a part of a sum for each of its programs."""
+
+    def __init__(self, formula: Any) -> None:
+        self.formula = formula
+
+    def read(self, operator: Any) -> None:
+        """Look at the operator's schema and signature."""
+        self.operator = operator
+        self.kernels = [self]
+        signature = operator.signature
+        if operator.written or any(argument.optional for argument in signature.arguments):
+            _backends.fail(
+                operator.name, f"{type(self).__name__} is for operators that return all and need all tensors"
+            )
+        self.tensors = [argument.name for argument in signature.arguments]
+        self.numbers = [name for name in operator.names if name not in self.tensors]
+        self.numbers_at = [operator.names.index(name) for name in self.numbers]
+        self.outs = [f"out{i}_" for i in range(len(signature.results))]
+        self.halves = [f"{number}_{half}_" for number in self.numbers for half in ("high", "low")]
+
+    def call(self, given: dict[str, str]) -> list[str]:
+        """The lines of the kernel that take the results of the formula: value0_, value1_, ..."""
+        given = given | {n: f"number({n}_high_, {n}_low_).to(wide_.dtype)" for n in self.numbers}
+        for name in self.formula.arg_names:
+            if name not in given:
+                wanted = f"its Triton formula must take {', '.join(given)}"
+                _backends.fail(self.operator.name, f"{wanted}; got {name}")
+        results = ", ".join(f"value{i}_" for i in range(len(self.outs)))
+        return [f"{results} = {self.formula.fn.__name__}({', '.join(given[name] for name in self.formula.arg_names)})"]
+
+    def make(self, parameters: list[str], body: list[str]) -> None:
+        self.parameters = [*self.outs, *self.tensors, *self.halves, *parameters]
+        unspecialized = [*self.halves, "rows_", "of_program_"]
+        kind = type(self).__name__
+        self.plain = make(kind, self.formula, [*self.parameters, "BLOCK: tl.constexpr"], body, unspecialized)
+
+    def load(self, name: str, place: str) -> str:
+        """A line that loads an argument, in the type of the computation unless it is an index."""
+        argument = next(a for a in self.operator.signature.arguments if a.name == name)
+        is_index = set(argument.dtypes) <= {*_signature.INTEGER} and not argument.like
+        return f"{name}_value_ = tl.load({place})" + ("" if is_index else ".to(wide_.dtype)")
+
+    def halves_of(self, args: tuple) -> list[int]:
+        return [half for i in self.numbers_at for half in bits_of(args[i])]
+
+    # Ahead of time.
+
+    def fits(self) -> bool:
+        """Whether the dtype of the first argument decides all others'."""
+        first, *others = self.operator.signature.arguments
+        return not first.like and all(a.like == first.name or (not a.like and len(a.dtypes) == 1) for a in others)
+
+    def types(self, dtype: torch.dtype) -> dict[str, str]:
+        """Triton's, of the parameters."""
+        signature = self.operator.signature
+        result = dict.fromkeys(self.parameters, "i64") | dict.fromkeys((*self.halves, "n_"), "i32")
+        for argument in signature.arguments:
+            result[argument.name] = pointer(dtype if argument.like or len(argument.dtypes) > 1 else argument.dtypes[0])
+        for name, out, is_sum in zip(self.outs, signature.results, self.sums):
+            result[name] = pointer(wide_type(dtype) if is_sum else out.dtype or dtype)
+        return {name: result[name] for name in self.parameters}
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class rowwise(Formula):
+    """What <op>.triton runs: the kernel of a formula of a row."""
+
+    def prepare(self, operator: Any) -> None:
+        """Make the kernel, for the operator that was declared."""
+        self.read(operator)
+        signature = operator.signature
+        patterns = [argument.patterns[0] for argument in signature.arguments]
+        patterns += [result.pattern for result in signature.results]
+        roles = [ROLES.get((pattern.pack, len(pattern.sizes)), "") for pattern in patterns]
+        of_rows = {pattern.sizes[0] for pattern, role in zip(patterns, roles) if role in ("kRows", "kColumns")}
+        alternatives = any(len(argument.patterns) > 1 for argument in signature.arguments)
+        if alternatives or not all(roles) or len(of_rows) != 1 or "kRows" not in roles[: len(self.tensors)]:
+            wanted = "rowwise takes tensors of shape (..., N), one or more, (N,) or (...)"
+            _backends.fail(operator.name, f"{wanted}, got {', '.join(str(pattern) for pattern in patterns)}")
+        self.roles, self.out_roles = roles[: len(self.tensors)], roles[len(self.tensors) :]
+        self.sums = [role == "kColumns" for role in self.out_roles]
+        self.first = self.roles.index("kRows")
+        aparts = [f"{name}_apart_" for name, role in zip(self.tensors, self.roles) if role != "kColumns"]
+        (size,) = of_rows
+        given = {name: f"{name}_value_" for name in self.tensors} | {size: "n_", "inside": "inside_"}
+        body = ["at_ = tl.arange(0, BLOCK)", "inside_ = at_ < n_"]
+        body += [f"wide_ = widen(tl.full((), 0, {self.tensors[self.first]}.dtype.element_ty))"]
+        loop = []
+        for name, role in zip(self.tensors, self.roles):
+            if role == "kColumns":
+                body.append(self.load(name, f"{name} + at_, inside_, other=0"))
+            else:
+                elements = " + at_, inside_, other=0" if role == "kRows" else ""
+                loop.append(self.load(name, f"{name} + row_ * {name}_apart_{elements}"))
+        loop += self.call(given)
+        last = []
+        for i, (out, role) in enumerate(zip(self.outs, self.out_roles)):
+            stored = f"value{i}_.to({out}.dtype.element_ty)"
+            if role == "kRows":
+                loop.append(f"tl.store({out} + row_ * n_ + at_, {stored}, inside_)")
+            elif role == "kValues":
+                loop.append(f"tl.store({out} + row_, {stored})")
+            else:
+                body.append(f"sum{i}_ = tl.zeros((BLOCK,), wide_.dtype)")
+                loop.append(f"sum{i}_ += value{i}_")
+                last.append(f"tl.store({out} + program_ * n_ + at_, sum{i}_, inside_)")
+        body += [
+            "program_ = tl.program_id(0).to(tl.int64)",
+            "begin_ = program_ * of_program_",
+            "for row_ in range(begin_, tl.minimum(begin_ + of_program_, rows_)):",
+            *(f"    {line}" for line in loop),
+            *last,
+        ]
+        self.make(["n_", "rows_", "of_program_", *aparts], body)
+
+    def __call__(self, *args: Any) -> Any:
+        operator = self.operator
+        args = tuple(operator.all_arguments(args))
+        outs = operator.fake(*args)  # Which checks the arguments.
+        outs = (outs,) if isinstance(outs, Tensor) else tuple(outs)
+        given = [args[operator.names.index(name)] for name in self.tensors]
+        first = given[self.first]
+        size, count = first.shape[-1], first.shape[:-1].numel()
+        operands, aparts = [], []
+        for t, role in zip(given, self.roles):
+            if role == "kColumns":
+                operands.append(aligned(t))
+            else:
+                t, apart = rows(t) if role == "kRows" else (t.contiguous(), 1)
+                operands.append(t)
+                aparts.append(apart)
+        # The sum of these is the same on every run, as it would not be if programs added to the same memory.
+        of_program = max(1, triton.cdiv(count, MOST_SUMS)) if any(self.sums) else 1
+        programs = triton.cdiv(count, of_program)
+        parts = [
+            out.new_empty((programs, size), dtype=wide_type(first.dtype)) if is_sum else out
+            for out, is_sum in zip(outs, self.sums)
+        ]
+        arguments = (*parts, *operands, *self.halves_of(args), size, count, of_program, *aparts)
+        launch(self.plain, programs, self.block_for(size), *arguments)
+        done = [part.sum(0).to(out.dtype) if s else out for part, out, s in zip(parts, outs, self.sums)]
+        return _signature.Signature.pack_results(done)
+
+    def block_for(self, size: int) -> int:
+        block = next((block for block in BLOCKS if size <= block), triton.next_power_of_2(size))
+        if block > LONGEST:
+            _backends.fail(self.operator.name, f"Triton's blocks have at most {LONGEST} elements, got rows of {size}")
+        return block
+
+    # Ahead of time.
+
+    def variants(self, configuration: Any) -> list[tuple[bool, int, int]]:
+        return [(is_aligned, block, warps_of(block)) for is_aligned in (True, False) for block in BLOCKS]
+
+    def constants(self, is_aligned: bool, block: int) -> dict[str, int]:
+        return {"BLOCK": block}
+
+    def aligned(self, is_aligned: bool) -> list[str]:
+        """The parameters that 16 divides."""
+        kinds = [*zip(self.outs, self.out_roles), *zip(self.tensors, self.roles)]
+        names = [name for name, role in kinds if role != "kValues"]
+        names += ["n_", *(f"{name}_apart_" for name, role in zip(self.tensors, self.roles) if role == "kRows")]
+        return names if is_aligned else []
+
+    @property
+    def host(self) -> str:
+        """The function of csrc/common/triton.cuh."""
+        roles, out_roles = ", ".join(self.roles), ", ".join(self.out_roles)
+        return f"rowwise<Roles<{roles}>, Roles<{out_roles}>>"
+
+
+def rows(t: Tensor) -> tuple[Tensor, int]:
+    """A tensor (..., N) with dense rows, and how far apart they are: as the argument's own where that is possible.
 
     Triton compiles a kernel for aligned rows and another for those that aren't, which add up in another order. So that the
     length of the rows alone decides which, a tensor of the other kind is copied.
     """
-
-    def __init__(self, t: Tensor) -> None:
-        self.size = t.shape[-1]
-        self.count = t.shape[:-1].numel()
-        dense = (self.size <= 1 or t.stride(-1) == 1) and (t.dim() <= 2 or t.is_contiguous())
-        apart = t.stride(0) if t.dim() == 2 else self.size
-        aligned = apart % 16 == 0 and t.storage_offset() * t.element_size() % 16 == 0
-        self.data = t if dense and aligned == (self.size % 16 == 0) else t.clone(memory_format=torch.contiguous_format)
-        self.apart = self.data.stride(0) if t.dim() == 2 else self.size
-
-    def sums(self) -> tuple[int, Tensor]:
-        """How many rows a program adds up, and memory for the programs' sums, a row each, in the type of the computation.
-
-        The sum of these is the same on every run, as it would not be if programs added to the same memory.
-        """
-        of_program = max(1, triton.cdiv(self.count, MOST_SUMS))
-        dtype = torch.promote_types(self.data.dtype, torch.float32)
-        return of_program, self.data.new_empty((triton.cdiv(self.count, of_program), self.size), dtype=dtype)
+    size = t.shape[-1]
+    dense = (size <= 1 or t.stride(-1) == 1) and (t.dim() <= 2 or t.is_contiguous())
+    apart = t.stride(0) if t.dim() == 2 else size
+    is_aligned = apart % 16 == 0 and t.storage_offset() * t.element_size() % 16 == 0
+    if dense and is_aligned == (size % 16 == 0):
+        return t, apart
+    return t.clone(memory_format=torch.contiguous_format), size
 
 
 def aligned(t: Tensor) -> Tensor:
@@ -46,14 +237,15 @@ def aligned(t: Tensor) -> Tensor:
     return t if ready else t.clone(memory_format=torch.contiguous_format)
 
 
-def launch(kernel: Any, programs: int, size: int, *arguments: Any) -> None:
-    """Start so many programs of a kernel that has whole rows of `size` elements in its block."""
-    block = triton.next_power_of_2(max(size, 1))
-    if block > 2**20:
-        _backends.fail(kernel.__name__.strip("_"), f"Triton's blocks have at most 1048576 elements, got rows of {size}")
+def warps_of(block: int) -> int:
+    return min(32, max(1, block // 256))
+
+
+def launch(kernel: Any, programs: int, block: int, *arguments: Any) -> None:
+    """Start so many programs of a kernel that has so many elements in its block."""
     if programs == 0:
         return
-    constants = {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}
+    constants = {"BLOCK": block, "num_warps": warps_of(block)}
     first = arguments[0]
     if type(first) is not Tensor:
         wrap_triton(kernel)[(programs,)](*arguments, **constants)

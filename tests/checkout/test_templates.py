@@ -297,8 +297,15 @@ class TestAdd:
         monkeypatch.setattr(sys.modules[__name__], "OPERATORS", {**OPERATORS, **others})
         for name, choice in others.items():
             checkout.add(name, *choice)
-        checkout.build()
+        ahead = bool(find_spec("triton") and shutil.which("nvcc"))
+        checkout.build(USE_CUDA=str(int(ahead)))
         checkout.lint()
+        if ahead:  # What is a formula in Triton is compiled with the package.
+            (made,) = checkout.path.glob("build/**/triton.cu")
+            formulas = {
+                name for name, (kind, shape) in OPERATORS.items() if kind == "triton" and shape != "data-dependent"
+            }
+            assert formulas <= {*re.findall(r"^// (\w+)$", made.read_text(), re.MULTILINE)}
         self.contract(checkout, OPERATORS)
         checkout.run("pytest", "-q", "-p", "no:cacheprovider", "tests/test_opinfo.py")
         self.verify(checkout, OPERATORS)

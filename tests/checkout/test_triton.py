@@ -37,6 +37,8 @@ def test_which_operators_are_compiled(ahead):
 
 def test_a_configuration_for_each_architecture(ahead, monkeypatch, tmp_path):
     """That of tuned.json where it has one; kernels are shared where sizes have the same."""
+    from extension_cpp.triton import elementwise
+
     file = tmp_path / "tuned.json"
     file.write_text(json.dumps({"9.0": {"add_one": {"float32": {"many": {"BLOCK": 2048, "num_warps": 8}}}}}))
     monkeypatch.setattr(ahead, "TUNED", file)
@@ -44,7 +46,7 @@ def test_a_configuration_for_each_architecture(ahead, monkeypatch, tmp_path):
     ahead.operators["add_one"] = ahead.Ahead(operator, "", ahead.kernels_of(operator), [torch.float32, torch.float64])
     ahead.plan([ahead.Target("8.0", False), ahead.Target("9.0a", False), ahead.Target("9.0a", True)])
     (table,) = ahead.operators["add_one"].tables
-    assert len(table) == 2 * len(ahead.LAYOUTS) * len(ahead.SIZES)
+    assert len(table) == 2 * len(elementwise.LAYOUTS) * len(elementwise.SIZES)
     chosen = {jobs: [(job.block, job.warps) for job in jobs] for jobs in table}
     assert Counter(map(tuple, chosen.values())) == {
         ((1024, 4),) * 3: 4 + 4,  # Few elements, and all of float64.
@@ -54,7 +56,7 @@ def test_a_configuration_for_each_architecture(ahead, monkeypatch, tmp_path):
 
 def test_tuned_configurations_are_ones_that_are_tried(ahead):
     """By names that the build looks for; a wrong one would be ignored."""
-    from extension_cpp.triton.elementwise import CONFIGS
+    from extension_cpp.triton.elementwise import CONFIGS, SIZES, TYPES
 
     tried = [{"BLOCK": config.kwargs["BLOCK"], "num_warps": config.num_warps} for config in CONFIGS]
     assert ahead.DEFAULT in tried
@@ -63,7 +65,7 @@ def test_tuned_configurations_are_ones_that_are_tried(ahead):
         for name, by_dtype in by_operator.items():
             assert name in _backends.operators
             for dtype, by_size in by_dtype.items():
-                assert dtype in ahead.TYPES and {*by_size} <= {*ahead.SIZES}
+                assert getattr(torch, dtype) in TYPES and {*by_size} <= {*SIZES}
                 assert all(chosen in tried for chosen in by_size.values())
 
 
@@ -79,7 +81,7 @@ def test_images(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     code, images = out.with_suffix(".cu").read_text(), out.with_suffix(".bin").read_bytes()
-    found = re.findall(r'\{"(\w+)_kernel", (\d+), (\w+), (\w+), (\d+), 1024, 128\}', code)
+    found = re.findall(r'\{"(\w+)_kernel", (\d+), (\w+), (\w+), (\d+), 1024, 128, 0\}', code)
     kinds = Counter((name, int(architecture), exact, ptx) for name, architecture, exact, ptx, _ in found)
     wanted = ((80, "false", "false"), (90, "true", "false"), (120, "false", "false"), (120, "false", "true"))
     assert kinds == {(name, *each): 4 * 4 for name in ("add_one", "my_op") for each in wanted}
