@@ -63,7 +63,7 @@ def no_halves(op: Any) -> str:
 
 
 def no_symbols(op: Any) -> str:
-    if not any(str(argument.type) == "float" for argument in op.schema.arguments):
+    if "float" not in op.types:
         return "no argument is a float"
     if op.written:
         return "it writes into an argument"

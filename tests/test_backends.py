@@ -14,7 +14,7 @@ import torch
 from processes import PACKAGE, python
 
 import extension_cpp
-from extension_cpp import use_backend
+from extension_cpp import _machine, use_backend
 from extension_cpp.ops import _backends
 
 HERE = Path(__file__).parent
@@ -113,7 +113,7 @@ def test_gpus_that_run_what_is_compiled_with_the_package(compiled, monkeypatch, 
     monkeypatch.setattr(compiled, "leave_compiled", lambda: seen.append("left"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: gpus[i])
-    monkeypatch.setattr(_backends._machine, "driver_version", lambda: driver)
+    monkeypatch.setattr(_machine, "driver_version", lambda: driver)
     monkeypatch.setattr(_backends._elf, "built_for", lambda library: (13000, []))
     monkeypatch.setitem(_backends._loader.libraries, "_C_cuda", PACKAGE / "_C_cuda.so")
     _backends.leave_compiled()

@@ -336,8 +336,9 @@ struct RowFormula {
 
 }  // namespace detail
 
-// The results of a formula of a row, which takes all tensors of a call, and numbers. Rows that are aligned are added up in
-// another order than others: so that the length of the rows alone decides which, a tensor of the other kind is copied.
+// The results of a formula of a row, which takes all tensors of a call, and numbers. Rows that are aligned are added up
+// in another order than others: so that the length of the rows alone decides which, a tensor of the other kind is
+// copied.
 template <class In, class Out, size_t kNumbers, size_t kIn>
 auto rowwise(const Call<kIn>& call, std::span<const Row> rows, const std::array<double, kNumbers>& numbers) {
   using namespace extension_cpp::detail;
@@ -388,7 +389,8 @@ auto rowwise(const Call<kIn>& call, std::span<const Row> rows, const std::array<
     if (In::kAt[k] != kColumns) arguments.add(aparts[k]);
   }
   if (programs > 0) {
-    const Image& image = row.kernels[(aligned ? 0 : std::size(kBlocks)) + block]->on(launch, call.views[0].device_index);
+    const Image& image =
+        row.kernels[(aligned ? 0 : std::size(kBlocks)) + block]->on(launch, call.views[0].device_index);
     launch.compiled(image.kernel, programs, image.threads, image.shared, arguments.all());
   }
   for (detail::Sums& sum : sums) sum.finish();

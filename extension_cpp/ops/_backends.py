@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from extension_cpp import _elf, _loader, _machine
+from extension_cpp import _elf, _loader
 from extension_cpp._build import runs_on
 
 NAMESPACE = "extension_cpp"
@@ -174,6 +174,8 @@ def watch_gpus() -> None:
 
 def leave_compiled() -> None:
     """Where a GPU runs none of it, use Triton just in time if it is there, else the reference."""
+    from extension_cpp import _machine
+
     architectures, names = compiled()
 
     def is_run_by(gpu: tuple[int, int]) -> bool:

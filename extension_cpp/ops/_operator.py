@@ -213,7 +213,8 @@ class Operator:
         arguments = self.schema.arguments
         self.names = [argument.name for argument in arguments]
         self.defaults = [argument.default_value if argument.has_default_value() else None for argument in arguments]
-        self.tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self.types = [str(argument.type) for argument in arguments]  # Which takes long.
+        self.tensors = [i for i, type_name in enumerate(self.types) if "Tensor" in type_name]
         self.written = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
@@ -223,9 +224,9 @@ class Operator:
         passed = frozenset(f"{self.namespace}/{self.name}/{key}" for key in _PASSED)
         torch.library._impls.difference_update(passed)
         self.is_ours = passed.isdisjoint
-        self._refuse_tensors_for_numbers(self.packet, self.default)
+        self._refuse_tensors_for_numbers(self.packet)
         for name in self.packet.overloads():
-            self._refuse_tensors_for_numbers(getattr(self.packet, name), self.default)
+            self._refuse_tensors_for_numbers(getattr(self.packet, name))
         _backends.add(self)
         self.replaced: dict[str, Any] = {}
         self.shown: set[str] = set()
@@ -434,7 +435,7 @@ class Operator:
         parameters, arguments, plain, tensors, grads, unwrapped = [], [], [], [], [], []
         defaults: dict[str, Any] = {}
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
-            type_name = str(argument.type)
+            type_name = self.types[i]
             if name in self.declared.filled:
                 arguments.append(f"_fill_{name}({self.names[0]})")
                 unwrapped.append(arguments[-1])
@@ -509,7 +510,7 @@ class Operator:
     def _make_general(self) -> Callable:
         packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors
         numbers = [i for i in range(len(self.names)) if i not in tensors]
-        floats = [i for i in numbers if str(self.schema.arguments[i].type) == "float"]
+        floats = [i for i in numbers if self.types[i] == "float"]
         if self.written or self.declared.fake:  # Which may ask for the value.
             floats = []
 
@@ -593,14 +594,13 @@ class Operator:
 
     # Registration.
 
-    def _refuse_tensors_for_numbers(self, entry: Any, overload: Any) -> None:
+    def _refuse_tensors_for_numbers(self, entry: Any) -> None:
         """Let torch.ops refuse a tensor in place of a number, as the public function does, if a derivative would be lost.
 
         PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call. Before anything keeps an
         overload in a dictionary, as its hash is that of `_op`.
         """
-        arguments = overload._schema.arguments
-        numbers = {argument.name: i for i, argument in enumerate(arguments) if str(argument.type) in _NUMBERS}
+        numbers = {self.names[i]: i for i, type_name in enumerate(self.types) if type_name in _NUMBERS}
         if not numbers:
             return
         call = entry._op
@@ -644,7 +644,7 @@ class Operator:
 
         torch.library.register_fake(name, fake, lib=self.library)
         if backend is not None:
-            self._refuse_tensors_for_numbers(overload, overload)
+            self._refuse_tensors_for_numbers(overload)
         overload._tags = _Tags(self)
         name = name.partition("::")[2]
         if self.written:
@@ -801,7 +801,7 @@ class Operator:
         """
         from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-        floats = [i for i, argument in enumerate(self.schema.arguments) if str(argument.type) == "float"]
+        floats = [i for i, type_name in enumerate(self.types) if type_name == "float"]
 
         def with_numbers(function: Callable, args: Sequence[Any]) -> list[Any]:
             return [function(arg) if i in floats else arg for i, arg in enumerate(args)]
