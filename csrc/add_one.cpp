@@ -34,8 +34,8 @@ Tensor my_op(const Tensor& input, double scalar_arg) {
 }
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kAddOne, TORCH_BOX(&add_one));
-  m.add(kMyOp, TORCH_BOX(&my_op));
+  m.add<&add_one>(kAddOne);
+  m.add<&my_op>(kMyOp);
 }
 
 }  // namespace extension_cpp::add_one

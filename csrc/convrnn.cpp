@@ -253,8 +253,8 @@ struct OnCpu {
 }  // namespace
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kForward, TORCH_BOX(&convrnn_forward<OnCpu>));
-  m.add(kBackward, TORCH_BOX(&convrnn_backward<OnCpu>));
+  m.add<&convrnn_forward<OnCpu>>(kForward);
+  m.add<&convrnn_backward<OnCpu>>(kBackward);
 }
 
 }  // namespace extension_cpp::convrnn

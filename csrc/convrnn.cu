@@ -318,8 +318,8 @@ struct OnCuda {
 }  // namespace
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kForward, TORCH_BOX(&convrnn_forward<OnCuda>));
-  m.add(kBackward, TORCH_BOX(&convrnn_backward<OnCuda>));
+  m.add<&convrnn_forward<OnCuda>>(kForward);
+  m.add<&convrnn_backward<OnCuda>>(kBackward);
 }
 
 }  // namespace extension_cpp::convrnn

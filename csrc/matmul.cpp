@@ -303,7 +303,7 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool) {
 }  // namespace
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kMatmul, TORCH_BOX(&matmul));
+  m.add<&matmul>(kMatmul);
 }
 
 }  // namespace extension_cpp::matmul

@@ -62,10 +62,10 @@ void myadd_out(const Tensor& a, const Tensor& b, const Tensor& out) {
 }
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kMyMulAdd, TORCH_BOX(&mymuladd));
-  m.add(kMyMul, TORCH_BOX(&mymul));
-  m.add(kMyMulBackward, TORCH_BOX(&mymul_backward));
-  m.add(kMyAddOut, TORCH_BOX(&myadd_out));
+  m.add<&mymuladd>(kMyMulAdd);
+  m.add<&mymul>(kMyMul);
+  m.add<&mymul_backward>(kMyMulBackward);
+  m.add<&myadd_out>(kMyAddOut);
 }
 
 }  // namespace extension_cpp::muladd

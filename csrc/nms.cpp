@@ -272,9 +272,9 @@ std::tuple<Tensor, Tensor> nms_padded(
 }  // namespace
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kNms, TORCH_BOX(&nms));
-  m.add(kBatchedNms, TORCH_BOX(&batched_nms));
-  m.add(kNmsPadded, TORCH_BOX(&nms_padded));
+  m.add<&nms>(kNms);
+  m.add<&batched_nms>(kBatchedNms);
+  m.add<&nms_padded>(kNmsPadded);
 }
 
 }  // namespace extension_cpp::nms

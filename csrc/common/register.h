@@ -1,12 +1,15 @@
 // Registers a file's operators: their schemas and kernels, and the lines that Python asks for.
 //
-//   EXTENSION_CPP_REGISTER(m) { m.add(kScale, TORCH_BOX(&scale)); }
+//   EXTENSION_CPP_REGISTER(m) { m.add<&scale>(kScale); }
 //
 // One block works for both compilers: a .cpp file registers schemas and CPU kernels, a .cu file CUDA kernels.
 #pragma once
 
 #include <cstring>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -31,6 +34,56 @@ std::vector<Registered>& registered();
 // an exception from a static initialiser would end the process.
 std::string& registration_errors();
 
+namespace detail {
+
+// What a schema calls a type of C++; empty for those that nothing here knows.
+template <class T>
+constexpr const char* type_name() {
+  using U = std::remove_cvref_t<T>;
+  static_assert(!std::is_same_v<U, float>, "a float of a schema is a double in C++, and this function has float");
+  static_assert(
+      !std::is_integral_v<U> || std::is_same_v<U, int64_t> || std::is_same_v<U, bool>,
+      "an int of a schema is an int64_t in C++, and this function has another integer");
+  if constexpr (std::is_same_v<U, Tensor>) {
+    return "Tensor";
+  } else if constexpr (std::is_same_v<U, std::optional<Tensor>>) {
+    return "Tensor?";
+  } else if constexpr (std::is_same_v<U, double>) {
+    return "float";
+  } else if constexpr (std::is_same_v<U, int64_t>) {
+    return "int";
+  } else if constexpr (std::is_same_v<U, bool>) {
+    return "bool";
+  } else {
+    return "";
+  }
+}
+
+using TypeNames = std::vector<std::string_view>;
+
+template <class T>
+struct Returned {
+  static TypeNames names() { return {type_name<T>()}; }
+};
+template <>
+struct Returned<void> {
+  static TypeNames names() { return {}; }
+};
+template <class... T>
+struct Returned<std::tuple<T...>> {
+  static TypeNames names() { return {type_name<T>()...}; }
+};
+
+template <class F>
+struct FunctionTypes;
+template <class R, class... A>
+struct FunctionTypes<R (*)(A...)> {
+  static TypeNames takes() { return {type_name<A>()...}; }
+  static TypeNames returns() { return Returned<R>::names(); }
+};
+
+}  // namespace detail
+
 class Registration {
  public:
   Registration(const char* name_space, void (*add_all)(Registration&), const char* file, uint32_t line)
@@ -48,6 +101,16 @@ class Registration {
     }
   }
 
+  // A function takes and returns what the schema says. What it would find in place of an argument of another type is
+  // no value of it.
+  template <auto kFunction>
+  void add(const Operator& op) {
+    using Types = detail::FunctionTypes<decltype(kFunction)>;
+    add(op, TORCH_BOX(kFunction));
+    op.check_types(Types::takes(), Types::returns());
+  }
+
+ private:
   // <op>.kernel is the same kernel without the derivatives that Python registers for <op>. A call that needs none is
   // led there (extension_cpp/ops/_operator.py): entering a Python formula takes longer than a small operator.
   void add(const Operator& op, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
@@ -66,7 +129,6 @@ class Registration {
     kernels_.impl(overload.c_str(), kernel);
   }
 
- private:
   using Library = torch::stable::detail::StableLibrary;
 #if !defined(__CUDACC__)
   std::string name_space_;

@@ -80,6 +80,53 @@ void Operator::read() {
   }
 }
 
+void Operator::check_types(
+    const std::vector<std::string_view>& takes, const std::vector<std::string_view>& returns) const {
+  const std::string_view text(schema);
+  const size_t arrow = text.rfind("->");
+  if (arrow == std::string_view::npos) return;  // PyTorch refuses it.
+  // "Tensor(a!) out, float eps=0.5" -> Tensor, float
+  const auto read_types = [](std::string_view list) {
+    std::vector<std::string> types;
+    list = detail::trim(list);
+    if (list.starts_with('(')) list = list.substr(1, list.rfind(')') - 1);
+    size_t begin = 0, depth = 0;
+    bool quoted = false;
+    for (size_t i = 0; i <= list.size(); ++i) {
+      const char c = i < list.size() ? list[i] : ',';
+      if (c == '"' || c == '\'') quoted = !quoted;
+      if (c == '(' || c == '[') ++depth;
+      if (c == ')' || c == ']') --depth;
+      if (c != ',' || ((quoted || depth > 0) && i < list.size())) continue;
+      const std::string_view part = detail::trim(list.substr(begin, i - begin));
+      begin = i + 1;
+      if (part.empty() || part == "*") continue;
+      std::string type(part.substr(0, part.find(' ')));
+      if (const size_t alias = type.find('('); alias != std::string::npos) {
+        type.erase(alias, type.find(')') - alias + 1);
+      }
+      types.push_back(type == "SymInt" ? "int" : type);
+    }
+    return types;
+  };
+  const auto check = [&](const char* what, std::string_view list, const std::vector<std::string_view>& got) {
+    const std::vector<std::string> want = read_types(list);
+    bool same = want.size() == got.size();
+    for (size_t i = 0; same && i < got.size(); ++i) same = got[i].empty() || got[i] == want[i];
+    if (same) return;
+    const auto joined = [](const auto& names) {
+      std::string line = "(";
+      for (const auto& name : names) {
+        line += (line.size() > 1 ? ", " : "") + (name.empty() ? "another type" : std::string(name));
+      }
+      return line + ')';
+    };
+    fail(name(), "its function must ", what, " what its schema says, ", joined(want), ", got ", joined(got));
+  };
+  check("take", text.substr(name_.size(), arrow - name_.size()), takes);
+  check("return", text.substr(arrow + 2), returns);
+}
+
 int Operator::name_index(std::string_view name) const {
   const auto same = [&](const std::string& known) { return known[0] == name[0] && known == name; };
   const auto at = std::find_if(names_.begin(), names_.end(), same);

@@ -68,6 +68,8 @@ class Operator {
   const char* name() const { return name_.c_str(); }
   // Of a dimension or number in the signature; -1 if it has none of that name.
   int name_index(std::string_view name) const;
+  // Raises for a function of other types than those in the schema. An empty name is of a type that is not known here.
+  void check_types(const std::vector<std::string_view>& takes, const std::vector<std::string_view>& returns) const;
 
   const char *schema, *signature;
   std::string error;  // in them; registering the operator throws it

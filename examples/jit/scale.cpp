@@ -22,7 +22,7 @@ extension_cpp::Tensor scale(const extension_cpp::Tensor& input, double factor) {
 }
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kScale, TORCH_BOX(&scale));
+  m.add<&scale>(kScale);
 }
 
 }  // namespace my_ops

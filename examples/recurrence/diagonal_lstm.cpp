@@ -57,8 +57,8 @@ Ten diagonal_lstm_backward(
 }
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kForward, TORCH_BOX(&diagonal_lstm));
-  m.add(kBackward, TORCH_BOX(&diagonal_lstm_backward));
+  m.add<&diagonal_lstm>(kForward);
+  m.add<&diagonal_lstm_backward>(kBackward);
 }
 
 }  // namespace my_ops

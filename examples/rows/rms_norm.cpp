@@ -93,8 +93,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x
 }
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kForward, TORCH_BOX(&rms_norm));
-  m.add(kBackward, TORCH_BOX(&rms_norm_backward));
+  m.add<&rms_norm>(kForward);
+  m.add<&rms_norm_backward>(kBackward);
 }
 
 }  // namespace my_ops

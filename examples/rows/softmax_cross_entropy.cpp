@@ -100,8 +100,8 @@ Tensor softmax_cross_entropy_backward(
 }
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kCrossEntropy, TORCH_BOX(&softmax_cross_entropy));
-  m.add(kCrossEntropyBackward, TORCH_BOX(&softmax_cross_entropy_backward));
+  m.add<&softmax_cross_entropy>(kCrossEntropy);
+  m.add<&softmax_cross_entropy_backward>(kCrossEntropyBackward);
 }
 
 }  // namespace my_ops

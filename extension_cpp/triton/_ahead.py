@@ -236,7 +236,7 @@ def write(out: Path, version: str, made: dict[Job, Made]) -> None:
         "}  // namespace",
         "",
         "EXTENSION_CPP_REGISTER(m) {",
-        *(f"  m.add(op{number}, TORCH_BOX(&call{number}));" for number in range(len(operators))),
+        *(f"  m.add<&call{number}>(op{number});" for number in range(len(operators))),
         "}",
         "",
         "}  // namespace extension_cpp::triton",

@@ -127,7 +127,7 @@ def test_a_new_source_with_a_wrong_schema(checkout):
 namespace extension_cpp::another {
 const Operator kAnother("another(Tensr x) -> Tensor", "x: ... -> ...");
 Tensor another(const Tensor& x) { return x; }
-EXTENSION_CPP_REGISTER(m) { m.add(kAnother, TORCH_BOX(&another)); }
+EXTENSION_CPP_REGISTER(m) { m.add<&another>(kAnother); }
 }
 """)
     done = build(checkout, **QUICK)

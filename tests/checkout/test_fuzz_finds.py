@@ -57,10 +57,10 @@ Tensor overflow(const Tensor& input) {
 }  // namespace
 
 EXTENSION_CPP_REGISTER(m) {
-  m.add(kValue, TORCH_BOX(&value));
-  m.add(kArgument, TORCH_BOX(&argument));
-  m.add(kStray, TORCH_BOX(&stray));
-  m.add(kOverflow, TORCH_BOX(&overflow));
+  m.add<&value>(kValue);
+  m.add<&argument>(kArgument);
+  m.add<&stray>(kStray);
+  m.add<&overflow>(kOverflow);
 }
 """
 MODULE = """

@@ -137,8 +137,8 @@ def test_in_place_of_a_compiled_build(sources, cache):
     assert "just in time" in report.stdout, report.stdout + report.stderr
 
 
-# Two sources, wrong in three ways: an unknown function; wrong syntax; a wrong schema, and next to an unused variable a wrong
-# signature.
+# Sources that are wrong: an unknown function; wrong syntax and a float that is no double; a wrong schema, next to an unused
+# variable a wrong signature, other arguments than those of the schema, and other results.
 RIGHT = """
 #define EXTENSION_CPP_NAMESPACE jit_errors
 #include "common/register.h"
@@ -146,14 +146,19 @@ namespace {
 using extension_cpp::Tensor;
 const extension_cpp::Operator kSame("NAME(Tensor x) -> Tensor", "x: ... -> ...");
 Tensor same(const Tensor& x) { return x; }
-EXTENSION_CPP_REGISTER(m) { m.add(kSame, TORCH_BOX(&same)); }
+EXTENSION_CPP_REGISTER(m) { m.add<&same>(kSame); }
 }
 """
-ONE, TWO = RIGHT.replace("NAME", "one"), RIGHT.replace("NAME", "two")
+ONE, TWO, THREE, FOUR = (RIGHT.replace("NAME", name) for name in ("one", "two", "three", "four"))
 WRONG = [
     (ONE + "float helper(float, int);\nfloat (*used)(float, int) = &helper;\n", TWO),
-    (ONE + "int broken = ;\n", TWO),
-    (ONE.replace("Tensor x)", "Tensr x)"), TWO.replace("x: ... ->", "x: T+ ->") + "static int not_used;\n"),
+    (ONE.replace("const Tensor& x)", "const Tensor& x, float)") + "int broken = ;\n", TWO),
+    (
+        ONE.replace("Tensor x)", "Tensr x)"),
+        TWO.replace("x: ... ->", "x: T+ ->") + "static int not_used;\n",
+        THREE.replace("Tensor x)", 'Tensor(a!) x, *, int[2] at=[1, 2], str how=\\"a, b\\", float y=0.5)'),
+        FOUR.replace("-> Tensor", "-> (Tensor, Tensor)").replace("-> ...", "-> ..., ..."),
+    ),
 ]
 
 
@@ -171,7 +176,7 @@ def test_compiler_with_a_static_standard_library(cache, tmp_path):
         "using namespace extension_cpp;\n"
         'const Operator kRows("rows(Tensor x) -> ()", "x: N 3 ->");\n'
         "void rows(const Tensor& x) { Call call(kRows, {&x}); }\n"
-        "EXTENSION_CPP_REGISTER(m) { m.add(kRows, TORCH_BOX(&rows)); }\n"
+        "EXTENSION_CPP_REGISTER(m) { m.add<&rows>(kRows); }\n"
     )
     code = "import extension_cpp, torch\nextension_cpp.jit.load({!r})\ntorch.ops.static_ops.rows(torch.ones(2, 5))"
     done = python(code.format(str(source)), cache, CXX=str(compiler), **QUICK)
@@ -185,21 +190,22 @@ def test_what_a_source_has_wrong(tmp_path):
     code = f"""
 from extension_cpp import jit
 from pathlib import Path
-for texts in {WRONG!r}:
-    sources = [Path({str(tmp_path)!r}, name) for name in ("one.cpp", "two.cpp")]
+for i, texts in enumerate({WRONG!r}):
+    sources = [Path({str(tmp_path)!r}, name) for name in ("one.cpp", "two.cpp", "three.cpp", "four.cpp")][:len(texts)]
     for source, text in zip(sources, texts):
         source.write_text(text)
     try:
-        jit.load(*sources)
+        jit.load(*sources, name=f"wrong{{i}}")
     except jit.BuildError as error:
         print(error, flush=True)
-jit.load(*sources)
+jit.load(*sources, name="wrong2")
 """
     done = python(code, tmp_path / "cache", **QUICK)
     begin, where = "extension_cpp.jit.load: ", re.escape(f"{tmp_path}/")
-    wrong = rf"""{begin}one.cpp uses helper\(float, int\), which no source of one.so defines .*
+    wrong = rf"""{begin}one.cpp uses helper\(float, int\), which no source of wrong0.so defines .*
 {begin}the compiler found errors
 {where}one.cpp:10:14: error: .*
+(?s:.*) a float of a schema is a double in C\+\+, and this function has float
 (?s:.*)
 {begin}correct the source and start Python again
 {where}one.cpp:8: one: PyTorch refuses the schema one\(Tensr x\) -> Tensor
@@ -207,6 +213,8 @@ unknown type specifier.*
 one\(Tensr x\) -> Tensor
     ~~~~~ <--- HERE
 {where}two.cpp:8: two: its signature has no size 'T\+'
+{where}three.cpp:8: three: its function must take what its schema says, \(Tensor, int\[2\], str, float\), got \(Tensor\)
+{where}four.cpp:8: four: its function must return what its schema says, \(Tensor, Tensor\), got \(Tensor\)
 """
     assert re.fullmatch(wrong, done.stdout), done.stdout + done.stderr
     assert done.returncode == 1 and "-fPIC" not in done.stdout and len(done.stderr.splitlines()) < 35, done.stderr
