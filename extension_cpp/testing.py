@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
 import pytest
@@ -853,6 +853,17 @@ class Contract:
                 with FakeTensorMode() as mode, pytest.raises(RuntimeError) as error:
                     op.function(*fake_args(mode, wrong))
                 assert str(error.value) == message
+
+    def test_annotations(self):
+        """Of the public function: what type checkers and editors say of it is what the schema says."""
+        operator = self.op.operator
+        known = {"Tensor": Tensor, "Optional[Tensor]": Tensor | None, "float": float, "int": int, "bool": bool}
+        results = [known.get(str(result.type)) for result in operator.schema.returns]
+        returned = tuple[tuple(results)] if len(results) > 1 else results[0] if results else type(None)
+        wanted = {**dict(zip(operator.names, map(known.get, operator.types))), "return": returned}
+        for name, got in get_type_hints(self.op.function).items():
+            want = wanted[name]
+            assert want in (None, got), f"{self.op.name}: {name} is annotated {got}, and {want} in its schema"
 
     def test_non_tensors(self, device):
         """A number, a string or None in place of a tensor: an error that names the operator and the argument."""

@@ -503,6 +503,31 @@ def test_a_failure_names_what_answers_it(fault, answer):
         getattr(contract, check)(**arguments(check, "cpu"))
 
 
+def annotated(x: Tensor, times: int) -> Tensor:
+    return multiply(x, times)
+
+
+def returns_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    return double(x), double(x)
+
+
+@pytest.mark.parametrize(
+    ("number", "reference", "message"),
+    [
+        (True, annotated, "times is annotated <class 'int'>, and <class 'float'> in its schema"),
+        (
+            False,
+            returns_two,
+            "return is annotated tuple[torch.Tensor, torch.Tensor], and <class 'torch.Tensor'> in its",
+        ),
+    ],
+)
+def test_annotations_of_other_types(number, reference, message):
+    contract = define(f"fault_{reference.__name__}", reference, reference=reference, number=number)
+    with pytest.raises(AssertionError, match=re.escape(f"fault_{reference.__name__}: {message}")):
+        contract.test_annotations()
+
+
 def test_a_dtype_that_the_signature_leaves_free():
     """A kernel that reads y as if it were of the dtype of x."""
     LIBRARY.define("fault_free(Tensor x, Tensor y) -> Tensor")

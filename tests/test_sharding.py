@@ -16,7 +16,7 @@ from torch import Tensor
 
 import extension_cpp
 from extension_cpp._features import TORCH
-from extension_cpp.ops import _sharding
+from extension_cpp.ops import _backends, _sharding
 from extension_cpp.ops._operator import operator
 from extension_cpp.testing import Args, Case, clone, compare, contracts, describe, map_tensors, ramp, run, tensors
 
@@ -281,6 +281,9 @@ def test_two_processes(tmp_path, device):
     for contract in filter(lambda contract: is_taken(contract.op), contracts(HERE)):
         assert f"extension_cpp.{contract.op.name}.default" in said
 
+
+# `pytest -k <operator>` chooses it too.
+test_two_processes.__dict__ |= dict.fromkeys(_backends.operators, True)
 
 if __name__ == "__main__":
     work(int(sys.argv[1]), *sys.argv[2:])
