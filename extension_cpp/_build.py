@@ -248,6 +248,27 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
         yield step
 
 
+def once(lines: Iterable[str]) -> Iterator[str]:
+    """Without a compiler's warnings that were shown: a template has each for every type, and every set of instructions."""
+    seen: set[str] = set()
+    where: list[str] = []  # Lines that come before a warning.
+    skips = False
+    for line in lines:
+        if re.match(r"In |\S+: In |\s+(inlined )?from |\S+:\s+(recursively )?required ", line):
+            where.append(line)
+            skips = False
+        elif skips and re.match(r"\s|\S+: note: ", line):
+            where.clear()
+        else:
+            skips = " warning: " in line and line in seen
+            if not skips:
+                yield from where
+                yield line
+            where.clear()
+            seen.add(line)
+    yield from where
+
+
 def start_ninja(file: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     command = ["ninja", "-f", str(file), *arguments]
     try:
@@ -276,7 +297,7 @@ def run_ninja(file: Path, folder: Path) -> Generator[str]:
     with start_ninja(file, folder, "-j", jobs) as ninja:
         assert ninja.stdout
         damaged = False
-        for line in readable(ninja.stdout):
+        for line in once(readable(ninja.stdout)):
             damaged |= "premature end of file" in line
             yield line
     if damaged:  # Ninja 1.13 leaves the damaged entry in, and would compile everything every time.

@@ -583,3 +583,14 @@ class TestLibraries:
 def scripts() -> dict[str, str]:
     """The environment, with this Python's own scripts first on PATH."""
     return {**os.environ, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}
+
+
+def test_a_warning_is_shown_once():
+    """Of a template each type has it, with other lines before it; an error is always shown."""
+    first = ["a.h: In instantiation of ‘f<float>’:\n", "a.cpp:9:1:   required from here\n"]
+    warning = ["a.h:3:5: warning: unused ‘x’\n", "    3 |  int x;\n", "a.h:2:1: note: here\n"]
+    second = [line.replace("float", "double") for line in first]
+    error = ["In file included from a.cpp:1:\n", "a.h:7:1: error: no\n"]
+    step = ["[1/2] cxx a.cpp.o\n"]
+    said = [*step, *first, *warning, *second, *warning, *error, *error, *step]
+    assert [*_build.once(said)] == [*step, *first, *warning, *error, *error, *step]
