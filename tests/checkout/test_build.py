@@ -587,8 +587,8 @@ def scripts() -> dict[str, str]:
 
 def test_a_warning_is_shown_once():
     """Of a template each type has it, with other lines before it; an error is always shown."""
-    first = ["a.h: In instantiation of ‘f<float>’:\n", "a.cpp:9:1:   required from here\n"]
-    warning = ["a.h:3:5: warning: unused ‘x’\n", "    3 |  int x;\n", "a.h:2:1: note: here\n"]
+    first = ["a.h: In instantiation of 'f<float>':\n", "a.cpp:9:1:   required from here\n"]
+    warning = ["a.h:3:5: warning: unused 'x'\n", "    3 |  int x;\n", "a.h:2:1: note: here\n"]
     second = [line.replace("float", "double") for line in first]
     error = ["In file included from a.cpp:1:\n", "a.h:7:1: error: no\n"]
     step = ["[1/2] cxx a.cpp.o\n"]
