@@ -1,13 +1,7 @@
 """Hypothesis' settings, Triton's interpreter, and a line that says what is being tested."""
 
 import os
-import re
-import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -123,23 +117,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if is_of_a_kernel(item) and (is_quick(item) or not config.getoption("quick"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say that the library was compiled from other sources than those in the checkout."""
-    root = Path(__file__).parents[1]
-    rules = root / "build" / "ninja" / "build.ninja"
-    # The one that compiled: another version doesn't read its log.
-    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if not ninja or not rules.exists() or not Path(extension_cpp.__path__[0]).samefile(root / "extension_cpp"):
-        return  # A package, or what setup.py didn't compile.
-    told = subprocess.run([ninja, "-n", "-f", rules], cwd=root, capture_output=True, text=True)
-    changed = re.findall(r"^\[\d+/\d+\] .*? (\S+)\.o$", told.stdout, re.MULTILINE)
-    if changed:
-        files = ", ".join(Path(file).name for file in changed)
-        said = f"the library that was tested is older than the sources: make build compiles {files}"
-        terminalreporter.write_line(said, red=True, bold=True)
 
 
 def pytest_report_header() -> str:
