@@ -861,7 +861,7 @@ class Contract:
         results = [known.get(str(result.type)) for result in operator.schema.returns]
         returned = tuple[tuple(results)] if len(results) > 1 else results[0] if results else type(None)
         wanted = {**dict(zip(operator.names, map(known.get, operator.types))), "return": returned}
-        for name, got in get_type_hints(self.op.function).items():
+        for name, got in get_type_hints(operator.reference).items():
             want = wanted[name]
             assert want in (None, got), f"{self.op.name}: {name} is annotated {got}, and {want} in its schema"
 

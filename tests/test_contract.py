@@ -503,7 +503,7 @@ def test_a_failure_names_what_answers_it(fault, answer):
         getattr(contract, check)(**arguments(check, "cpu"))
 
 
-def annotated(x: Tensor, times: int) -> Tensor:
+def annotated(x: "Tensor", times: "int") -> "Tensor":
     return multiply(x, times)
 
 

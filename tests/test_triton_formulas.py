@@ -141,6 +141,7 @@ def test_what_is_refused():
         (rowwise, x, "Tensor", "x: ... N -> ... N", "its Triton formula must take x, N, inside; got y"),
         (recurrence, y, "Tensor", xy.replace("... N", "..."), r"recurrence takes tensors of shape \(B, T, H\)"),
         (recurrence, y, "Tensor", "x: B T H; y: H as x -> B T H", "has an input, a state, and a result for each"),
+        (recurrence, "Tensor y, Tensor x", "Tensor", "y: B H; x: B T H as y -> B T H", "in the order x, y, got y, x"),
         (recurrence_backward, y, "Tensor", "x: B T H; y: B H as x -> B T H", "has an input, a state, and a result"),
     ):
         with pytest.raises(RuntimeError, match=message):

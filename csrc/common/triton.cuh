@@ -51,6 +51,9 @@ class Kernel {
   template <size_t N>
   constexpr explicit Kernel(Image (&images)[N]) : images_(images) {}
 
+  // Elements of a block, where they don't depend on the architecture.
+  int block() const { return images_.front().block; }
+
   const Image& on(Launch& launch, int device) {
     if (const Image* found = loaded_[device].load(std::memory_order_acquire)) return *found;
     static std::mutex mutex;
@@ -103,7 +106,7 @@ class Kernel {
 // The kernels of a formula for one dtype.
 //   elementwise: for operands that are contiguous and aligned, else for 1 to 3 dimensions; of each for few elements and
 //                for many
-//   rowwise:     for rows that are aligned, and for others; of each for the sizes in kBlocks
+//   rowwise:     for rows that are aligned, and for others; of each for blocks of some sizes, the smallest first
 //   recurrence:  for channels that are aligned, and for others
 struct Row {
   int32_t dtype;
@@ -111,7 +114,6 @@ struct Row {
   Kernel* kernels[16];
 };
 
-constexpr int64_t kBlocks[] = {256, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
 constexpr int64_t kMostSums = 1024;  // programs that each add up some of the rows
 
 namespace detail {
@@ -351,10 +353,12 @@ auto rowwise(const Call<kIn>& call, std::span<const Row> rows, const std::array<
   for (size_t k = 0; k < kIn; ++k) tensors[k] = call.views[k].tensor;
   RowArguments<Formula, 1> given(op, tensors, call.views);
   const int64_t size = given.size, count = given.count;
-  constexpr int64_t kLongest = std::end(kBlocks)[-1];
-  if (size > kLongest) {
+  const Row& row = detail::row_of(op, rows, call.views[0].dtype);
+  const int64_t blocks = std::find(std::begin(row.kernels), std::end(row.kernels), nullptr) - row.kernels;
+  const int64_t longest = row.kernels[blocks - 1]->block();
+  if (size > longest) {
     fail(
-        op, "the kernels that Triton compiled with the package are for rows of at most ", kLongest,
+        op, "the kernels that Triton compiled with the package are for rows of at most ", longest,
         " elements, got rows of ", size, ": extension_cpp.use_backend(\"reference\") takes them");
   }
   const bool aligned = size % 16 == 0;
@@ -367,9 +371,8 @@ auto rowwise(const Call<kIn>& call, std::span<const Row> rows, const std::array<
     if (role == kRows) aparts[k] = size;
   }
   Launch launch(op, call.views[0]);
-  const Row& row = detail::row_of(op, rows, call.views[0].dtype);
-  int block = 0;
-  while (kBlocks[block] < size) ++block;
+  Kernel* const* kernel = row.kernels + (aligned ? 0 : blocks / 2);
+  while ((*kernel)->block() < size) ++kernel;
   constexpr int64_t kMostPrograms = 0x7fffffff;
   const int64_t of_program = std::max<int64_t>(1, ceil_div(count, Out::count(kColumns) ? kMostSums : kMostPrograms));
   const int64_t programs = ceil_div(count, of_program);
@@ -389,8 +392,7 @@ auto rowwise(const Call<kIn>& call, std::span<const Row> rows, const std::array<
     if (In::kAt[k] != kColumns) arguments.add(aparts[k]);
   }
   if (programs > 0) {
-    const Image& image =
-        row.kernels[(aligned ? 0 : std::size(kBlocks)) + block]->on(launch, call.views[0].device_index);
+    const Image& image = (*kernel)->on(launch, call.views[0].device_index);
     launch.compiled(image.kernel, programs, image.threads, image.shared, arguments.all());
   }
   for (detail::Sums& sum : sums) sum.finish();

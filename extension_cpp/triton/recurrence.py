@@ -6,9 +6,9 @@
         z = tl.sigmoid(gate + weight * hidden)
         return z * hidden + (1 - z) * x
 
-It has the operator's name and takes arguments of its schema by their names. By their shapes these are inputs (B, T, H), of
-which the cell gets those of the step, weights (H), and states (B, H), of which it gets those before the step. It returns the
-states after it, which are the results (B, T, H): several as a tuple.
+It has the operator's name and takes arguments of its schema by their names. By their shapes these are, in this order, inputs
+(B, T, H), of which the cell gets those of the step, weights (H), and states (B, H), of which it gets those before the step. It
+returns the states after it, which are the results (B, T, H): several as a tuple.
 
     @recurrence_backward
     @triton.jit
@@ -52,6 +52,10 @@ class recurrence(Formula):
         before = 2 * len(self.states) if self.backward else 0
         self.grads, self.after = inputs[: before // 2], inputs[before // 2 : before]
         self.inputs = inputs[before:]
+        ordered = [*self.grads, *self.after, *self.inputs, *self.weights, *self.states]
+        if self.tensors != ordered:
+            wanted = f"{type(self).__name__} takes its tensors in the order {', '.join(ordered)}"
+            _backends.fail(operator.name, f"{wanted}, got {', '.join(self.tensors)}")
         of_results = [*self.inputs, *self.weights, *self.states] if self.backward else self.states
         if not self.inputs or not self.states or len(self.outs) != len(of_results):
             what = f"{type(self).__name__} has an input, a state, and a result for each of {', '.join(of_results)}"

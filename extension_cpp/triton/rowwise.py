@@ -33,7 +33,7 @@ MOST_SUMS = 1024
 LONGEST = 2**20
 """Elements of a block in Triton."""
 BLOCKS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-"""Elements of a block, as of the kernels that are compiled ahead of time (csrc/common/triton.cuh): the same bits."""
+"""Elements of a block, the smallest first, as csrc/common/triton.cuh takes those that are compiled ahead of time."""
 ROLES = {(True, 1): "kRows", (False, 1): "kColumns", (True, 0): "kValues"}
 
 
