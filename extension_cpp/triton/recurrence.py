@@ -6,8 +6,8 @@
         z = tl.sigmoid(gate + weight * hidden)
         return z * hidden + (1 - z) * x
 
-It has the operator's name and takes arguments of its schema by their names. By their shapes these are, in this order, inputs
-(B, T, H), of which the cell gets those of the step, weights (H), and states (B, H), of which it gets those before the step. It
+It has the operator's name and takes arguments of its schema by their names. By their shapes these are, in this order: inputs
+(B, T, H), of which the cell gets those of the step; weights (H); states (B, H), of which it gets those before the step. It
 returns the states after it, which are the results (B, T, H): several as a tuple.
 
     @recurrence_backward
