@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from inspect import formatannotation
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -861,9 +862,11 @@ class Contract:
         results = [known.get(str(result.type)) for result in operator.schema.returns]
         returned = tuple[tuple(results)] if len(results) > 1 else results[0] if results else type(None)
         wanted = {**dict(zip(operator.names, map(known.get, operator.types))), "return": returned}
+        # Those of the reference, as they may be strings, which mean something in its module alone.
         for name, got in get_type_hints(operator.reference).items():
-            want = wanted[name]
-            assert want in (None, got), f"{self.op.name}: {name} is annotated {got}, and {want} in its schema"
+            if (want := wanted[name]) not in (None, got):
+                said = f"must be {formatannotation(want)}, as its schema says, got {formatannotation(got)}"
+                raise AssertionError(f"{operator.name}: in {operator.stem}.py, the annotation of {name} {said}")
 
     def test_non_tensors(self, device):
         """A number, a string or None in place of a tensor: an error that names the operator and the argument."""

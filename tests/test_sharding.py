@@ -280,9 +280,10 @@ def test_two_processes(tmp_path, device):
     assert [process.returncode for process in both] == [0, 0], said
     for contract in filter(lambda contract: is_taken(contract.op), contracts(HERE)):
         assert f"extension_cpp.{contract.op.name}.default" in said
+        assert hasattr(test_two_processes, contract.op.name)
 
 
-# `pytest -k <operator>` chooses it too.
+# `pytest -k <operator>` chooses it too: -k looks at a function's attributes.
 test_two_processes.__dict__ |= dict.fromkeys(_backends.operators, True)
 
 if __name__ == "__main__":

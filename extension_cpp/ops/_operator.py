@@ -205,6 +205,8 @@ class Operator:
             self.packet = getattr(getattr(torch.ops, self.namespace), self.name)
         except AttributeError:
             how = "compile and load the C++ that has it, or correct the name there or here"
+            if self.namespace == NAMESPACE:
+                how = f"csrc/{self.stem}.cpp must register it, under this name, and make build compile it"
             fail(self.name, f"no library that is loaded has a schema of {self.qualified}: {how}")
         self.default = self.packet.default
         # An operator that Python defines has none.
@@ -255,10 +257,11 @@ class Operator:
                 fail(self.name, f"the parameters of its reference must be {wanted}, got {', '.join(names)}")
             given = dict(zip(reversed(names), reversed(self.reference.__defaults__ or ())))  # type: ignore[attr-defined]
             for argument in self.schema.arguments:
-                if argument.name in given and given[argument.name] != argument.default_value:
-                    has = repr(argument.default_value) if argument.has_default_value() else "none"
+                want = [argument.default_value] if argument.has_default_value() else []
+                if (got := [given[argument.name]] if argument.name in given else []) != want:
                     what = f"the default of {argument.name} in its reference"
-                    fail(self.name, f"{what} must be that of its schema, {has}, got {given[argument.name]!r}")
+                    has, gives = (repr(*value) if value else "none" for value in (want, got))
+                    fail(self.name, f"{what} must be that of its schema, {has}, got {gives}")
         results = len(self.schema.returns)
         known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
         taken = (
