@@ -6,6 +6,7 @@ Both libraries use only the LibTorch stable ABI of torch 2.10 and CPython's limi
 all later versions of both. extension_cpp/_build.py has the flags, and the environment variables that are read.
 """
 
+import json
 import sys
 from importlib import util
 from pathlib import Path
@@ -66,6 +67,7 @@ class NinjaBuild(build_ext):
             said = f"CPU and CUDA ({self.reason}), {listed}"
             said += f", Triton's kernels {_build.triton_version() or 'left out: Triton is not installed'}"
         print(f"extension_cpp: building for {said}", flush=True)
+        sources = _build.contents(ROOT, bool(self.nvcc))  # Now: they may change meanwhile.
         or_exit(self.compile, for_cuda)
         targets = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
         for target in targets:
@@ -74,6 +76,8 @@ class NinjaBuild(build_ext):
         if not self.nvcc:  # An earlier build with CUDA must not get into a package for CPU only.
             for folder in {targets[0].parent, ROOT / "extension_cpp" if self.of_checkout else targets[0].parent}:
                 (folder / "_C_cuda.so").unlink(missing_ok=True)
+        if self.of_checkout:  # For tests/conftest.py.
+            (ROOT / "build" / "compiled.json").write_text(json.dumps(sources))
 
     def compile(self, architectures):
         build = ROOT / self.build_temp

@@ -12,6 +12,7 @@ CXX CXXFLAGS LDFLAGS   the compiler and flags to add
 """
 
 import fcntl
+import hashlib
 import os
 import re
 import shlex
@@ -228,6 +229,14 @@ def write_ninja(
     text = "\n".join(lines) + "\n"
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
+
+
+def contents(folder: Path, cuda: bool) -> dict[str, str]:
+    """A hash of each file that is compiled. Its time says less, as git writes anew what it had changed."""
+    kinds = ["csrc/**/*.cpp", "csrc/**/*.h"]
+    kinds += ["csrc/**/*.cu", "csrc/**/*.cuh", "extension_cpp/triton/*.py"] if cuda else []
+    paths = (path for kind in kinds for path in folder.glob(kind))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def readable(lines: Iterable[str]) -> Iterator[str]:

@@ -1,7 +1,10 @@
 """Hypothesis' settings, Triton's interpreter, and a line that says what is being tested."""
 
+import json
 import os
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -20,6 +23,7 @@ if BY_DEFAULT:
     triton.knobs.runtime.interpret = True
 
 import extension_cpp  # noqa: E402
+from extension_cpp import _build, _loader  # noqa: E402
 from extension_cpp.ops import _backends  # noqa: E402
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
@@ -117,6 +121,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if is_of_a_kernel(item) and (is_quick(item) or not config.getoption("quick"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say that the library was compiled from other sources than those in the checkout."""
+    root = Path(__file__).resolve().parents[1]
+    record = root / "build" / "compiled.json"
+    if not record.exists() or _loader.just_in_time or Path(extension_cpp.__path__[0]).resolve().parent != root:
+        return  # A package, or what setup.py didn't compile.
+    compiled = json.loads(record.read_text())
+    now = _build.contents(root, any(path.endswith(".cu") for path in compiled))
+    if changed := {path for path, _ in compiled.items() ^ now.items()}:
+        said = f"{', '.join(sorted(changed))} changed since the library was compiled that was tested: make build"
+        terminalreporter.write_line(said, red=True, bold=True)
 
 
 def pytest_report_header() -> str:

@@ -82,6 +82,31 @@ def test_incremental(checkout):
     assert "add_one.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
 
 
+def test_an_old_library_is_named(checkout):
+    """pytest alone compiles nothing: it names sources with other contents than those that were compiled."""
+
+    def says() -> list[str]:
+        tests = ["-q", "--collect-only", "-p", "no:cacheprovider", "tests/test_add_one.py"]
+        command = [sys.executable, "-m", "pytest", *tests]
+        done = subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.findall(r"^(.*) changed since the library was compiled .*: make build$", done.stdout, re.MULTILINE)
+
+    header, another = checkout / "csrc" / "common" / "loop.h", checkout / "csrc" / "another.cpp"
+    assert build(checkout, **QUICK).returncode == 0
+    header.touch()
+    assert says() == []
+    written = header.read_text()
+    header.write_text(f"{written}// Changed.\n")
+    another.touch()
+    assert says() == ["csrc/another.cpp, csrc/common/loop.h"]
+    assert build(checkout, **QUICK).returncode == 0
+    assert says() == []
+    header.write_text(written)
+    another.unlink()
+    assert says() == ["csrc/another.cpp, csrc/common/loop.h"]
+
+
 def test_damaged_log(tmp_path):
     """One that ninja can't read costs one compilation of everything, not one at every build."""
     (tmp_path / "one.c").write_text("int one;\n")
