@@ -8,11 +8,13 @@ import argparse
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from importlib import import_module
+from mmap import mmap
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -50,6 +52,21 @@ def build() -> None:
         sys.exit(process.returncode)
 
 
+class Running:
+    """What a process does, for another that finds it dead: memory of both."""
+
+    def __init__(self) -> None:
+        self.text = mmap(-1, 4096)
+
+    def note(self, what: str) -> None:
+        self.text[:] = what.encode()[:4096].ljust(4096)
+
+    def crash(self, name: str, status: int) -> str:
+        """What to say of a process that a signal ended."""
+        what = f"{signal.strsignal(-status)} in {self.text[:].decode(errors='replace').strip()}"
+        return f'templates.check: {name}: {what}; "A kernel crashes" in the guide says what to do'
+
+
 class Only:
     """Of a family's tests the contract of an operator, in two dtypes and an integer one, if it takes any; of every operator
     if the name is the family's.
@@ -58,8 +75,8 @@ class Only:
     its declaration and takes longer than all else: that is checked only if it is asked for.
     """
 
-    def __init__(self, name: str, compiled: bool, traced: bool) -> None:
-        self.name, self.compiled, self.traced = name, compiled, traced
+    def __init__(self, name: str, compiled: bool, traced: bool, running: Running) -> None:
+        self.name, self.compiled, self.traced, self.running = name, compiled, traced, running
 
     def keeps(self, item: Any) -> bool:
         import torch
@@ -79,29 +96,37 @@ class Only:
             and self.traced == (item.function.__name__ in OF_THE_COMPILER | IMPORTS_THE_COMPILER)
         )
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running.note(nodeid)
+
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = filter(self.keeps, items)
 
 
-def contract(test: str, name: str, compiled: bool) -> int:
+def contract(test: str, name: str, compiled: bool, running: Running) -> int:
     """Run the checks: what traces the operator in another process, which shows its results after those of this one."""
     import pytest
 
-    def run(traced: bool) -> int:
+    def run(traced: bool, running: Running) -> int:
         options = ["-q", "-x", "-rfE", "-p", "no:warnings", "-p", "no:cacheprovider"]
-        return int(pytest.main([*options, test], plugins=[Only(name, compiled, traced)]))
+        return int(pytest.main([*options, test], plugins=[Only(name, compiled, traced, running)]))
+
+    running.note(f"the import of {test}")
+    elsewhere = Running()
 
     with TemporaryFile("w+") as said:
         sys.stdout.flush()
         if not (process := os.fork()):
             os.dup2(said.fileno(), 1)
-            status = run(True)
+            status = run(True, elsewhere)
             sys.stdout.flush()
             os._exit(status)
-        status = run(False)
+        status = run(False, running)
         other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said.seek(0)
-        print(said.read(), end="")
+        print(said.read(), end="", flush=True)
+    if other < 0:
+        sys.exit(elsewhere.crash(name, other))
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         sys.exit(f"templates.check: {test} has no contract of {name}: a subclass of Contract with its Case")
     return status or other
@@ -133,15 +158,33 @@ def measure(name: str, stem: str) -> None:
             console.print(words.table(records.Results(records.header(stem, device, records.commit(), {}), found)))
 
 
-def main(name: str, compiled: bool) -> None:
+def main(name: str, compiled: bool, running: Running) -> None:
     stem = stem_of(name)
     build()
     test = f"tests/test_{stem}.py"
-    if status := contract(test, name, compiled):
+    if status := contract(test, name, compiled, running):
         sys.exit(status)
+    running.note(f"its benchmark, benchmarks/bench_{stem}.py")
     measure(name, stem)
     left = "" if compiled else f"torch.compile and torch.export too: make check NAME={name} ALL=1; "
     print(f"checked in two dtypes; {left}every dtype: {sys.executable} -m pytest {test}; everything: make test")
+
+
+def in_a_process(name: str, compiled: bool) -> int:
+    """The check in a process of its own, as a kernel may crash. Returns its status."""
+    running = Running()
+
+    def run() -> None:
+        with suppress(KeyboardInterrupt):
+            main(name, compiled, running)
+
+    process = get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    status = process.exitcode or 0
+    if status < 0:
+        print(running.crash(name, status), file=sys.stderr)
+    return status
 
 
 def sources() -> dict[Path, int]:
@@ -163,10 +206,7 @@ def watch(name: str, compiled: bool) -> None:
     while True:
         if (now := sources()) != seen:
             start, seen = time.monotonic(), now
-            process = get_context("fork").Process(target=main, args=(name, compiled))
-            process.start()
-            process.join()
-            said = "failed" if process.exitcode else "passed"
+            said = "failed" if in_a_process(name, compiled) else "passed"
             print(f"{said} after {time.monotonic() - start:.1f} s; waiting for the next edit, until Ctrl+C", flush=True)
         time.sleep(0.1)
 
@@ -179,6 +219,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     os.chdir(ROOT)
     try:
-        (watch if given.watch else main)(given.name, given.all)
+        sys.exit((watch if given.watch else in_a_process)(given.name, given.all))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -4,6 +4,7 @@ import dis
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -337,7 +338,7 @@ class TestAdd:
     def test_watch(self, monkeypatch, capfd):
         """`make check WATCH=1`: once for what is there and once for each other state of the sources, failed or not."""
 
-        def main(name: str, compiled: bool) -> None:
+        def main(name: str, compiled: bool, running: check.Running) -> None:
             sys.exit(f"{name} is wrong" if state == {"a": 2} else 0)
 
         def sources() -> dict[str, int]:
@@ -353,6 +354,17 @@ class TestAdd:
         said = capfd.readouterr()
         assert re.findall("^(passed|failed) after", said.out, re.MULTILINE) == ["passed", "failed", "passed"]
         assert said.err.count("scale is wrong") == 1
+
+    def test_crash(self, monkeypatch, capfd):
+        """A kernel that ends the process: which operator it was, and in which test."""
+
+        def main(name: str, compiled: bool, running: check.Running) -> None:
+            running.note("test_parity[cpu-float32]")
+            signal.raise_signal(signal.SIGKILL)  # Which pytest says nothing about.
+
+        monkeypatch.setattr(check, "main", main)
+        assert check.in_a_process("scale", False) == -signal.SIGKILL
+        assert "check: scale: Killed in test_parity[cpu-float32]; " in capfd.readouterr().err
 
     def test_sources(self):
         """What a check depends on."""
