@@ -520,12 +520,12 @@ class Contract:
         free = [argument for argument in operator.signature.arguments[1:] if not argument.like]
         if not free:
             pytest.skip("the dtypes of all arguments are tied to the first one's")
-        for argument, args in product(free, islice(self.op.samples(device, self.usual), 3)):
+        for argument in free:
             at = operator.signature.positions[argument.name]
-            if at >= len(args) or args[at] is None:
-                continue
-            of_kind = [dtype for dtype in argument.dtypes if dtype.is_floating_point == args[at].is_floating_point()]
-            for dtype in of_kind:
+            given = (a for a in self.op.samples(device, self.usual) if at < len(a) and a[at] is not None)
+            for args, dtype in product(islice(given, 3), argument.dtypes):
+                if dtype.is_floating_point != args[at].is_floating_point():
+                    continue
                 with hint(f"if {argument.name} must have the dtype of another argument, its signature must say `as`"):
                     self.compare_with_reference((*args[:at], args[at].to(dtype), *args[at + 1 :]))
 

@@ -31,7 +31,11 @@ def stem_of(name: str) -> str:
         sys.exit(
             f"templates.check: NAME must be an operator or a family, got {name!r}: families are {', '.join(sources)}"
         )
-    return name if name in sources else stems[0]
+    stem = name if name in sources else stems[0]
+    imported = f"from extension_cpp.ops.{stem} import"
+    if imported not in (ROOT / "extension_cpp" / "ops" / "__init__.py").read_text():
+        sys.exit(f"templates.check: extension_cpp/ops/__init__.py must have what makes {name} public: {imported} ...")
+    return stem
 
 
 # Neither the package, which is imported once it is compiled, nor Triton, which the tests import with its interpreter.
@@ -117,15 +121,19 @@ def contract(test: str, name: str, compiled: bool, running: Running) -> int:
     with TemporaryFile("w+") as said:
         sys.stdout.flush()
         if not (process := os.fork()):
-            os.dup2(said.fileno(), 1)
+            for stream in (1, 2):
+                os.dup2(said.fileno(), stream)
             status = run(True, elsewhere)
             sys.stdout.flush()
             os._exit(status)
         status = run(False, running)
         other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said.seek(0)
-        print(said.read(), end="", flush=True)
-    if other < 0:
+        if (
+            status == pytest.ExitCode.OK
+        ):  # Else the other one failed for the same reason, or shows what follows from it.
+            print(said.read(), end="", flush=True)
+    if other < 0 and not status:
         sys.exit(elsewhere.crash(name, other))
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         sys.exit(f"templates.check: {test} has no contract of {name}: a subclass of Contract with its Case")

@@ -527,12 +527,21 @@ def test_annotations_of_other_types(number, reference, message):
 
 def test_a_dtype_that_the_signature_leaves_free():
     """A kernel that reads y as if it were of the dtype of x."""
-    LIBRARY.define("fault_free(Tensor x, Tensor y) -> Tensor")
-    LIBRARY.impl("fault_free", lambda x, y: x + y.view(x.dtype)[: x.numel()], "CPU")
-    add = operator(name="fault_free", signature="x: N; y: N -> N", differentiable=False)(lambda x, y: x + y.to(x.dtype))
+    LIBRARY.define("fault_free(Tensor x, Tensor? y=None) -> Tensor")
+    LIBRARY.impl("fault_free", lambda x, y=None: x + (0 if y is None else y.view(x.dtype)[: x.numel()]), "CPU")
+    add = operator(name="fault_free", signature="x: N; y: N -> N", differentiable=False)(
+        lambda x, y=None: x + (0 if y is None else y.to(x.dtype))
+    )
 
     class Free(Contract):
-        op = Case(add, lambda device, dtype: [tuple(torch.randn(2, 8, device=device).to(dtype).unbind())])
+        # Of an argument that may be left out, as in the first samples.
+        op = Case(
+            add,
+            lambda device, dtype: [
+                *[(torch.ones(8, device=device).to(dtype),)] * 5,
+                tuple(torch.randn(2, 8, device=device).to(dtype).unbind()),
+            ],
+        )
 
     Free().test_parity("cpu", torch.float32)
     with pytest.raises(
@@ -546,6 +555,7 @@ def test_a_dtype_that_the_signature_leaves_free():
     [
         ({"independent": "N"}, "independent must name sizes that results have, got N"),
         ({"summed": "M"}, "summed must name sizes that a result lacks, got M"),
+        ({"flops": "2 * M N"}, r'flops must be products of sizes, "2 M N \+ N", got \* in 2 \* M N'),
     ],
 )
 def test_sizes_that_say_nothing(given, message):
@@ -617,6 +627,7 @@ def test_a_namespace_of_its_own():
 
 
 LIBRARY.define("fault_default(Tensor x, float times=2) -> Tensor")
+LIBRARY.impl("fault_default", multiply, "CPU")
 
 
 def other_name(y: Tensor) -> Tensor:
@@ -638,12 +649,12 @@ def with_a_default(x: Tensor, times: float = 2.0) -> Tensor:
         (
             {"name": "fault_none_number"},
             with_a_default,
-            "the default of times in its reference must be that of its schema, none, got 2.0",
+            "the default of times in its reference must be that of its schema, no default, got 2.0",
         ),
         (
             {"name": "fault_default"},
             multiply,
-            "the default of times in its reference must be that of its schema, 2.0, got none",
+            "the default of times in its reference must be that of its schema, 2.0, got no default",
         ),
     ],
 )
@@ -651,6 +662,13 @@ def test_a_wrong_declaration_is_refused(declared, reference, message):
     declared = {"name": "fault_none", **declared}
     with pytest.raises(RuntimeError, match=f"^{declared['name']}: {message}"):
         operator(**declared)(reference)
+
+
+def test_a_module_without_the_kernel():
+    made = define("fault_triton", double).op.operator
+    made.declared.triton = "json"
+    with pytest.raises(RuntimeError, match=r"^fault_triton: triton= .* names json, which has no kernel of this name$"):
+        made.triton_kernel()
 
 
 def test_too_many_gradients():

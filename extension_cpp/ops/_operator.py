@@ -260,7 +260,7 @@ class Operator:
                 want = [argument.default_value] if argument.has_default_value() else []
                 if (got := [given[argument.name]] if argument.name in given else []) != want:
                     what = f"the default of {argument.name} in its reference"
-                    has, gives = (repr(*value) if value else "none" for value in (want, got))
+                    has, gives = (repr(*value) if value else "no default" for value in (want, got))
                     fail(self.name, f"{what} must be that of its schema, {has}, got {gives}")
         results = len(self.schema.returns)
         known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
@@ -291,6 +291,9 @@ class Operator:
             for name in re.findall(r"\.\.\.|[A-Za-z_]\w*", getattr(self.declared, field_name)):
                 if name not in sizes:
                     fail(self.name, f"{field_name} must name sizes of its signature, got {name}")
+        for size in self.declared.flops.replace(" + ", " ").split():
+            if not re.fullmatch(r"\.\.\.|\w+([-+*]\w+)?", size):
+                fail(self.name, f'flops must be products of sizes, "2 M N + N", got {size} in {self.declared.flops}')
         results = [result.pattern.names for result in signature.results]
         for name in re.findall(r"[A-Za-z_]\w*", self.declared.independent):
             if not any(name in names for names in results):
@@ -838,6 +841,8 @@ class Operator:
         """What the module that the declaration names has under the operator's name."""
         named = self.declared.triton
         module = importlib.import_module(named if isinstance(named, str) else f"extension_cpp.triton.{self.stem}")
+        if not hasattr(module, self.name):
+            fail(self.name, f"triton= of the declaration names {module.__name__}, which has no kernel of this name")
         return getattr(module, self.name)
 
     def _make_triton(self) -> Any:

@@ -412,12 +412,20 @@ for name in {[*NAMES]}:
         assert said == [f"templates.op: NAME must {message}" for message in NAMES.values()]
         assert contents(checkout.path) == before
 
-    def test_operators_that_are_checked(self):
+    def test_operators_that_are_checked(self, tmp_path, monkeypatch):
         """By their own name or the family's."""
         assert [check.stem_of(name) for name in ("muladd", "mymul", "my_op")] == ["muladd", "muladd", "add_one"]
         message = "templates.check: NAME must be an operator or a family, got 'absent': families are add_one, "
         with pytest.raises(SystemExit, match=re.escape(message)):
             check.stem_of("absent")
+        monkeypatch.setattr(check, "ROOT", tmp_path)
+        (tmp_path / "extension_cpp" / "ops").mkdir(parents=True)
+        for name, text in (("scale", "def scale(input):\n"), ("__init__", "")):
+            (tmp_path / "extension_cpp" / "ops" / f"{name}.py").write_text(text)
+        with pytest.raises(
+            SystemExit, match=r"ops/__init__.py must have what makes scale public: from .*\.ops\.scale import"
+        ):
+            check.stem_of("scale")
 
     @pytest.mark.parametrize(
         ("name", "by"),
