@@ -129,9 +129,7 @@ def contract(test: str, name: str, compiled: bool, running: Running) -> int:
         status = run(False, running)
         other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said.seek(0)
-        if (
-            status == pytest.ExitCode.OK
-        ):  # Else the other one failed for the same reason, or shows what follows from it.
+        if not status:  # Else the other one failed too, for the same reason or one that follows from it.
             print(said.read(), end="", flush=True)
     if other < 0 and not status:
         sys.exit(elsewhere.crash(name, other))

@@ -133,7 +133,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     compiled = json.loads(record.read_text())
     now = _build.contents(root, any(path.endswith(".cu") for path in compiled))
     if changed := {path for path, _ in compiled.items() ^ now.items()}:
-        said = f"{', '.join(sorted(changed))} changed since the library was compiled that was tested: make build"
+        said = f"{', '.join(sorted(changed))} changed since the tested library was compiled: make build"
         terminalreporter.write_line(said, red=True, bold=True)
 
 

@@ -100,6 +100,10 @@ def ignores_strides(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, torch.empty(x.shape).stride()) * 2
 
 
+def of_products(x: Tensor) -> Tensor:
+    return (x.reshape(-1, 1) @ x.new_full((1, 1), 2)).reshape(x.shape)
+
+
 def double_into(x: Tensor, out: Tensor) -> None:
     out.copy_(x).mul_(2)
 
@@ -415,6 +419,10 @@ FAULTS = {
         "test_symbolic_numbers",
     ),
     "operations that are not counted": (define("fault_flops", double, public=lambda x: x * 2), "test_flops"),
+    "fewer operations than products in the reference": (
+        define("fault_products", double, reference=of_products, sizes={"flops": "..."}),
+        "test_flops",
+    ),
     "no event in a profile": (define("fault_profile", double, public=lambda x: x * 2), "test_profile"),
     "not deterministic, by PyTorch's switch": (define("fault_put", puts), "test_deterministic"),
     "no tag for torch.compile": (untagged("fault_untagged"), "test_compliant"),

@@ -90,7 +90,9 @@ def test_an_old_library_is_named(checkout):
         command = [sys.executable, "-m", "pytest", *tests]
         done = subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        return re.findall(r"^(.*) changed since the library was compiled .*: make build$", done.stdout, re.MULTILINE)
+        return re.findall(
+            r"^(.*) changed since the tested library was compiled: make build$", done.stdout, re.MULTILINE
+        )
 
     header, another = checkout / "csrc" / "common" / "loop.h", checkout / "csrc" / "another.cpp"
     assert build(checkout, **QUICK).returncode == 0
