@@ -1079,7 +1079,9 @@ class Contract:
             empty = not all(t.numel() for t in (*tensors(args), *tensors(results)))
             assert counts[0] == counts[1] and (empty or counts[0] >= least), f"{counts} for {describe(args)}"
             # A reference may multiply and add where others have a product: up to half of the operations.
-            said = f"flops={declared!r} gives {counts[0]}, and products of the reference {products}, for {describe(args)}"
+            said = (
+                f"flops={declared!r} gives {counts[0]}, and products of the reference {products}, for {describe(args)}"
+            )
             assert not (declared and products) or products <= counts[0] <= 2 * products, said
 
     @proves("names in a profile")

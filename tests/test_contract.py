@@ -634,10 +634,6 @@ def test_a_namespace_of_its_own():
         operator(name="absent")(double)
 
 
-LIBRARY.define("fault_default(Tensor x, float times=2) -> Tensor")
-LIBRARY.impl("fault_default", multiply, "CPU")
-
-
 def other_name(y: Tensor) -> Tensor:
     return double(y)
 
@@ -659,17 +655,20 @@ def with_a_default(x: Tensor, times: float = 2.0) -> Tensor:
             with_a_default,
             "the default of times in its reference must be that of its schema, no default, got 2.0",
         ),
-        (
-            {"name": "fault_default"},
-            multiply,
-            "the default of times in its reference must be that of its schema, 2.0, got no default",
-        ),
     ],
 )
 def test_a_wrong_declaration_is_refused(declared, reference, message):
     declared = {"name": "fault_none", **declared}
     with pytest.raises(RuntimeError, match=f"^{declared['name']}: {message}"):
         operator(**declared)(reference)
+
+
+def test_a_default_that_the_reference_lacks():
+    with torch.library._scoped_library("fault_ops", "FRAGMENT") as library:
+        library.define("times(Tensor x, float times=2) -> Tensor")
+        message = r"^times: the default of times in its reference must be that of its schema, 2.0, got no default$"
+        with pytest.raises(RuntimeError, match=message):
+            operator(name="fault_ops::times")(multiply)
 
 
 def test_a_module_without_the_kernel():

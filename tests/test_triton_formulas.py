@@ -29,8 +29,7 @@ def declare(arguments: str, results: str, signature: str):
     name = f"triton_formulas::formula{declared}"
     declared += 1
     torch.library.define(name, f"({arguments}) -> {results}")
-    names = [part.split("=")[0].split()[-1] for part in arguments.split(", ")]
-    reference = eval(f"lambda {', '.join(names)}: None")
+    reference = eval(f"lambda {', '.join(part.split()[-1] for part in arguments.split(', '))}: None")
     return operator(name=name, signature=signature, differentiable=False, public=False)(reference).operator
 
 
