@@ -85,6 +85,16 @@ EXTENSION_CPP_INLINE V exponential_term(V x) {
   return exponential(x);
 }
 
+// x / y, for 2^-126 < |y| < 2^126: of float at most 2 units in the last place off on CUDA, in a fourth of the
+// instructions.
+template <class V>
+EXTENSION_CPP_INLINE V quotient(V x, V y) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<V, float>) return __fdividef(x, y);
+#endif
+  return x / y;
+}
+
 template <class V>
 EXTENSION_CPP_INLINE V sigmoid(V x) {
   return 1 / (1 + exponential(-x));

@@ -56,6 +56,30 @@ struct Roles {
   static constexpr int count(Role role) { return (0 + ... + (R == role)); }
 };
 
+// The mean and the variance of what was added, for a State: by Welford's method, which loses no digits where the mean
+// is large next to the differences from it.
+template <class V>
+struct Moments {
+  V count = 0, mean = 0, squares = 0;
+
+  EXTENSION_CPP_INLINE void add(V x) {
+    count += 1;
+    const V delta = x - mean;
+    mean += quotient(delta, count);
+    squares += delta * (x - mean);
+  }
+
+  EXTENSION_CPP_INLINE void add(const Moments& other) {
+    if (other.count == 0) return;
+    const V sum = count + other.count, share = other.count / sum, delta = other.mean - mean;
+    mean += delta * share;
+    squares += other.squares + delta * delta * (count * share);
+    count = sum;
+  }
+
+  EXTENSION_CPP_INLINE V variance() const { return squares / count; }
+};
+
 constexpr bool has_elements(Role role) {
   return role == kRows || role == kColumns;
 }

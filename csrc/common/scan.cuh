@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.cuh"
 
@@ -24,24 +25,26 @@ __device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
 }
 
 // The sum over the lanes before this one.
-__device__ __forceinline__ uint32_t warp_sum_before(uint32_t value) {
-  uint32_t inclusive = value;
+template <class N>
+__device__ __forceinline__ N warp_sum_before(N value) {
+  N inclusive = value;
   for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, inclusive, step);
+    const N other = __shfl_up_sync(kAll, inclusive, step);
     if (static_cast<int>(threadIdx.x % kWarp) >= step) inclusive += other;
   }
   return inclusive - value;
 }
 
 // The sum over the threads before this one, and in `total` over all of the block. All threads call it.
-__device__ uint32_t block_scan(uint32_t value, uint32_t& total) {
-  __shared__ uint32_t sums[kScanThreads / kWarp];
+template <class N>
+__device__ N block_scan(std::type_identity_t<N> value, N& total) {
+  __shared__ N sums[kScanThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t before_in_warp = warp_sum_before(value);
+  const N before_in_warp = warp_sum_before(value);
   __syncthreads();  // The last call's sums have been read.
   if (lane == kWarp - 1) sums[warp] = before_in_warp + value;
   __syncthreads();
-  uint32_t before = 0;
+  N before = 0;
   total = 0;
   for (int w = 0; w < kScanThreads / kWarp; ++w) {
     if (w == warp) before = total;
