@@ -92,12 +92,15 @@ class Only:
             return False
         chosen = params.params if params else {}
         others = [dtype for dtype in case.dtypes if not dtype.is_floating_point]
+        test = item.function.__name__
+        # In Triton's interpreter this takes longest, and the process that traces has less to do.
+        of_other = test in OF_THE_COMPILER | IMPORTS_THE_COMPILER or (test == "test_layouts" and "triton" in chosen.values())
         few = {torch.float32, torch.bfloat16} & {*case.dtypes} | {*others[:1]} or {*case.dtypes}
         return (
             chosen.get("chosen") != "reference"
             and ("dtype" not in chosen or chosen["dtype"] in few)
-            and (self.compiled or item.function.__name__ not in OF_THE_COMPILER)
-            and self.traced == (item.function.__name__ in OF_THE_COMPILER | IMPORTS_THE_COMPILER)
+            and (self.compiled or test not in OF_THE_COMPILER)
+            and self.traced == of_other
         )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

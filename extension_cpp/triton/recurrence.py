@@ -61,7 +61,7 @@ class recurrence(Formula):
             what = f"{type(self).__name__} has an input, a state, and a result for each of {', '.join(of_results)}"
             _backends.fail(operator.name, f"{what}; got {len(self.outs)} results of {', '.join(self.tensors)}")
         self.sums = [self.backward and name in self.weights for name in of_results]
-        self.make(["steps_", "width_"], self.body(of_results))
+        self.make(self.tensors[0], ["steps_", "width_"], self.body(of_results))
 
     def body(self, of_results: list[str]) -> list[str]:
         """The kernel's lines. `of_results` says what each result is of."""
@@ -99,7 +99,6 @@ class recurrence(Formula):
                 kept = f"{name}_carried_.to({out}.dtype.element_ty)"
                 last.append(f"tl.store({out} + b_ * width_ + at_, {kept}, inside_)")
         return [
-            f"wide_ = widen(tl.full((), 0, {self.tensors[0]}.dtype.element_ty))",
             "chunks_ = (width_ + BLOCK - 1) // BLOCK",
             "b_ = tl.program_id(0).to(tl.int64) // chunks_",
             "at_ = tl.program_id(0) % chunks_ * BLOCK + tl.arange(0, BLOCK)",

@@ -28,8 +28,9 @@ from torch.library import wrap_triton
 from extension_cpp.ops import _backends, _signature
 from extension_cpp.triton.elementwise import bits_of, make, pointer
 
-MOST_SUMS = 1024
-"""Programs that each add up some of the rows."""
+MOST_SUMS = 3 if _backends.interpreted else 1024
+"""Programs that each add up some of the rows; in the interpreter, where what comes before the rows takes longer than one of
+them, of any kernel."""
 LONGEST = 2**20
 """Elements of a block in Triton."""
 BLOCKS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -63,7 +64,7 @@ class Formula:
 
     def call(self, given: dict[str, str]) -> list[str]:
         """The lines of the kernel that take the results of the formula: value0_, value1_, ..."""
-        given = given | {n: f"number({n}_high_, {n}_low_).to(wide_.dtype)" for n in self.numbers}
+        given = given | {name: f"{name}_value_" for name in self.numbers}
         for name in self.formula.arg_names:
             if name not in given:
                 wanted = f"its Triton formula must take {', '.join(given)}"
@@ -71,11 +72,14 @@ class Formula:
         results = ", ".join(f"value{i}_" for i in range(len(self.outs)))
         return [f"{results} = {self.formula.fn.__name__}({', '.join(given[name] for name in self.formula.arg_names)})"]
 
-    def make(self, parameters: list[str], body: list[str]) -> None:
+    def make(self, first: str, parameters: list[str], body: list[str]) -> None:
+        """Make the kernel, whose computation is in the type for the tensor `first`."""
+        before = [f"wide_ = widen(tl.full((), 0, {first}.dtype.element_ty))"]
+        before += [f"{name}_value_ = number({name}_high_, {name}_low_).to(wide_.dtype)" for name in self.numbers]
         self.parameters = [*self.outs, *self.tensors, *self.halves, *parameters]
         unspecialized = [*self.halves, "rows_", "of_program_"]
         kind = type(self).__name__
-        self.plain = make(kind, self.formula, [*self.parameters, "BLOCK: tl.constexpr"], body, unspecialized)
+        self.plain = make(kind, self.formula, [*self.parameters, "BLOCK: tl.constexpr"], before + body, unspecialized)
 
     def load(self, name: str, place: str) -> str:
         """A line that loads an argument, in the type of the computation unless it is an index."""
@@ -130,7 +134,6 @@ class rowwise(Formula):
         (size,) = of_rows
         given = {name: f"{name}_value_" for name in self.tensors} | {size: "n_", "inside": "inside_"}
         body = ["at_ = tl.arange(0, BLOCK)", "inside_ = at_ < n_"]
-        body += [f"wide_ = widen(tl.full((), 0, {self.tensors[self.first]}.dtype.element_ty))"]
         loop = []
         for name, role in zip(self.tensors, self.roles):
             if role == "kColumns":
@@ -157,7 +160,7 @@ class rowwise(Formula):
             *(f"    {line}" for line in loop),
             *last,
         ]
-        self.make(["n_", "rows_", "of_program_", *aparts], body)
+        self.make(self.tensors[self.first], ["n_", "rows_", "of_program_", *aparts], body)
 
     def __call__(self, *args: Any) -> Any:
         operator = self.operator
@@ -176,7 +179,8 @@ class rowwise(Formula):
                 operands.append(t)
                 aparts.append(apart)
         # The sum of these is the same on every run, as it would not be if programs added to the same memory.
-        of_program = max(1, triton.cdiv(count, MOST_SUMS)) if any(self.sums) else 1
+        most = MOST_SUMS if any(self.sums) or _backends.interpreted else max(1, count)
+        of_program = max(1, triton.cdiv(count, most))
         programs = triton.cdiv(count, of_program)
         parts = [
             out.new_empty((programs, size), dtype=wide_type(first.dtype)) if is_sum else out
