@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,7 +95,9 @@ class Only:
         others = [dtype for dtype in case.dtypes if not dtype.is_floating_point]
         test = item.function.__name__
         # In Triton's interpreter this takes longest, and the process that traces has less to do.
-        of_other = test in OF_THE_COMPILER | IMPORTS_THE_COMPILER or (test == "test_layouts" and "triton" in chosen.values())
+        of_other = test in OF_THE_COMPILER | IMPORTS_THE_COMPILER or (
+            test == "test_layouts" and "triton" in chosen.values()
+        )
         few = {torch.float32, torch.bfloat16} & {*case.dtypes} | {*others[:1]} or {*case.dtypes}
         return (
             chosen.get("chosen") != "reference"
@@ -207,10 +210,19 @@ def sources() -> dict[Path, int]:
     return found
 
 
-def watch(name: str, compiled: bool) -> None:
-    """Check again after each edit, in a process that finds PyTorch and its compiler imported."""
-    for module in (*IMPORTED, *COMPILER):
+def prepare() -> None:
+    """Import PyTorch and its compiler, and with it Triton, which is told then whether it is interpreted."""
+    for module in IMPORTED:
         import_module(module)
+    interpreted = {} if sys.modules["torch"].cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    with patch.dict(os.environ, interpreted | os.environ):
+        for module in COMPILER:
+            import_module(module)
+
+
+def watch(name: str, compiled: bool) -> None:
+    """Check again after each edit, in a process that has imported all that is the same for each."""
+    prepare()
     seen: dict[Path, int] = {}
     while True:
         if (now := sources()) != seen:

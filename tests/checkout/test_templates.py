@@ -355,6 +355,17 @@ class TestAdd:
         assert re.findall("^(passed|failed) after", said.out, re.MULTILINE) == ["passed", "failed", "passed"]
         assert said.err.count("scale is wrong") == 1
 
+    @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Triton isn't interpreted")
+    def test_watch_interprets_triton(self):
+        """Also what Triton itself defines, as tl.sum: it is imported before the tests are."""
+        code = "from templates import check; check.prepare(); from triton import language; print(type(language.sum).__name__)"
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
+        )
+        assert done.stdout.strip() == "InterpretedFunction"
+
     def test_crash(self, monkeypatch, capfd):
         """A kernel that ends the process: which operator it was, and in which test."""
 
