@@ -55,9 +55,7 @@ def make(kind: str, formula: Any, parameters: list[str], body: list[str], unspec
     file = f"<{name}_kernel of extension_cpp.triton>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
     scope = {**globals(), name: formula}
-    if (
-        _backends.interpreted
-    ):  # Which wants to see triton.language next to each function, and is slow to call another kernel.
+    if _backends.interpreted:  # Which wants to see triton.language next to each function, and is slow to call kernels.
         formula.fn.__globals__.setdefault("tl", tl)
         scope[name] = formula.rewrite()
     exec(compile(source, file, "exec"), scope)
