@@ -373,11 +373,10 @@ class Contract:
         return self.backend == "triton" and not any(t.is_cuda for t in tensors(args))
 
     def takes_seconds(self, args: Args, rows: int = 0) -> bool:
-        """Whether all of a check's calls take seconds, in Triton's interpreter, which has a program after the other: on more
-        than 2,500 elements, in more than so many rows."""
-        return self.is_interpreted(args) and any(
-            t.numel() > max(2500, rows * t.shape[-1:].numel()) for t in tensors(args)
-        )
+        """Whether Triton's interpreter, which runs one program after another, takes seconds for what a check does with the
+        arguments: more than 2,500 elements, in more than `rows` rows."""
+        most = max(tensors(args), key=Tensor.numel)
+        return self.is_interpreted(args) and most.numel() > max(2500, rows * most.shape[-1:].numel())
 
     def check_dtypes(self, returned: Any, args: Args, said: str) -> None:
         signature = self.op.operator.signature
