@@ -136,11 +136,10 @@ class rowwise(Formula):
         body = ["at_ = tl.arange(0, BLOCK)", "inside_ = at_ < n_"]
         loop = []
         for name, role in zip(self.tensors, self.roles):
-            if role == "kColumns":
-                body.append(self.load(name, f"{name} + at_, inside_, other=0"))
-            else:
-                elements = " + at_, inside_, other=0" if role == "kRows" else ""
-                loop.append(self.load(name, f"{name} + row_ * {name}_apart_{elements}"))
+            # Columns too in each row, from a cache: registers for all rows are more than long rows have.
+            row = f" + row_ * {name}_apart_" * (role != "kColumns")
+            elements = " + at_, inside_, other=0" * (role != "kValues")
+            loop.append(self.load(name, f"{name}{row}{elements}"))
         loop += self.call(given)
         last = []
         for i, (out, role) in enumerate(zip(self.outs, self.out_roles)):
