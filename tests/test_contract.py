@@ -19,6 +19,13 @@ from extension_cpp.testing import DEVICES, TORCH, Case, Contract, contracts
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
+def register(schema: str, kernel) -> None:
+    """What stays of it is for tests of the libraries an operator like others: with a kernel for each device."""
+    LIBRARY.define(schema)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(schema.partition("(")[0], kernel, key)
+
+
 def define(
     name: str,
     kernel,
@@ -46,9 +53,7 @@ def define(
     declaration that name sizes.
     """
     arguments = "Tensor x, Tensor(a!) out" if into else "Tensor x, float times" if number else "Tensor x"
-    LIBRARY.define(f"{name}({arguments}) -> {'()' if into else 'Tensor'}")
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, kernel, key)
+    register(f"{name}({arguments}) -> {'()' if into else 'Tensor'}", kernel)
     declared = operator(
         name=name,
         signature="x: ...; out: ... as x ->" if into else signature,
@@ -535,8 +540,10 @@ def test_annotations_of_other_types(number, reference, message):
 
 def test_a_dtype_that_the_signature_leaves_free():
     """A kernel that reads y as if it were of the dtype of x."""
-    LIBRARY.define("fault_free(Tensor x, Tensor? y=None) -> Tensor")
-    LIBRARY.impl("fault_free", lambda x, y=None: x + (0 if y is None else y.view(x.dtype)[: x.numel()]), "CPU")
+    register(
+        "fault_free(Tensor x, Tensor? y=None) -> Tensor",
+        lambda x, y=None: x + (0 if y is None else y.view(x.dtype)[: x.numel()]),
+    )
     add = operator(name="fault_free", signature="x: N; y: N -> N", differentiable=False)(
         lambda x, y=None: x + (0 if y is None else y.to(x.dtype))
     )
@@ -568,8 +575,7 @@ def test_a_dtype_that_the_signature_leaves_free():
 )
 def test_sizes_that_say_nothing(given, message):
     name = f"fault_useless_{next(iter(given))}"
-    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
-    LIBRARY.impl(name, lambda x: x.sum(1), "CPU")
+    register(f"{name}(Tensor x) -> Tensor", lambda x: x.sum(1))
     function = operator(name=name, signature="x: M N -> M", **given)(lambda x: x.sum(1))
     try:
         with pytest.raises(RuntimeError, match=f"^{name}: {message}"):
