@@ -20,7 +20,7 @@ LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
 def register(schema: str, kernel) -> None:
-    """What stays of it is for tests of the libraries an operator like others: with a kernel for each device."""
+    """Define an operator, with a kernel for each device: later tests, as of the libraries, see it among the package's."""
     LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(schema.partition("(")[0], kernel, key)
