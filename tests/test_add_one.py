@@ -44,6 +44,15 @@ class TestMyOp(Contract):
 
 
 @pytest.mark.parametrize("function", [extension_cpp.add_one, lambda t: extension_cpp.my_op(t, 2.0)])
+def test_vmap_of_any_size(function):
+    """Of which torch.compile knows symbols only, once a second size has come."""
+    compiled = torch.compile(torch.func.vmap(function), backend="aot_eager", fullgraph=True)
+    for size in (3, 4, 5):
+        t = torch.randn(2, size)
+        assert same_bits(compiled(t), function(t))
+
+
+@pytest.mark.parametrize("function", [extension_cpp.add_one, lambda t: extension_cpp.my_op(t, 2.0)])
 def test_sparse_is_refused(function):
     with pytest.raises(RuntimeError, match=r"input must be a strided tensor, got torch\.sparse_coo"):
         function(torch.eye(3).to_sparse())

@@ -281,6 +281,17 @@ class TestEverywhere:
                     got = torch.autograd.forward_ad.unpack_dual(function(*args)).tangent
                     torch.testing.assert_close(got, want)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_infinite_factors(self, device, dtype):
+        """The gradient is the other factor, also where it comes from the reference."""
+        a = torch.ones(3, dtype=dtype, device=device)
+        b = torch.tensor([2, torch.inf, 1], dtype=dtype, device=device)
+        gradient = torch.func.grad(lambda a: extension_cpp.mymuladd(a, b, 1.0).sum())
+        (tangent,) = torch.func.jvp(lambda a: extension_cpp.mymuladd(a, b, 1.0), (a,), (a,))[1:]
+        assert same_bits(tangent, b)
+        assert same_bits(torch.func.functionalize(gradient)(a), b)
+        assert same_bits(torch.func.jvp(gradient, (a,), (a,))[0], b)
+
     def test_inference_mode_and_subclasses(self, device):
         a, outside = torch.randn(5, device=device), torch.empty(5, device=device)
         with torch.inference_mode():

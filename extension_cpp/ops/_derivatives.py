@@ -356,7 +356,8 @@ def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args:
     if operator.signature.elementwise:
         moved = batch_first([in_dims[i] for i in batched], *batched.values())
         if not operator.signature.broadcasts:
-            if len({shape_of_one(t, in_dims[i]) for i, t in batched.items()}) > 1:
+            first, *others = (shape_of_one(t, in_dims[i]) for i, t in batched.items())  # Which may be symbols.
+            if any(shape != first for shape in others):
                 check_one(operator, in_dims, args)
             moved = list(torch.broadcast_tensors(*moved))
         return _call_with(operator, args, dict(zip(batched, moved))), outs[0] if len(outs) == 1 else tuple(outs)

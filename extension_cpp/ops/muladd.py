@@ -61,7 +61,8 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     """
     if a.dtype in (torch.float32, torch.float64):
         return a * b + c
-    return (a * b).copy_(a.float() * b.float() + c)  # Of the strides that a conversion of the inputs may lose.
+    # Into a product, which has the strides that conversions may lose, and whose gradient would be 0 times what is infinite.
+    return (a * b).detach().copy_((a.float() * b.float() + c).to(a.dtype))
 
 
 @operator(backward=_backward, saved_for={"a": "b", "b": "a"}, fused=_fused.multiply, exact=True, triton=True)
