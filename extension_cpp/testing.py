@@ -1207,10 +1207,12 @@ class Contract:
             library = torch._C._dispatch_library("IMPL", op.operator.namespace, "")
             library.impl(op.name, key, kernel)
         torch.ops.loaded_libraries.add("a user's")
-        call_both()
+        try:
+            call_both()
+        finally:
+            torch.ops.loaded_libraries.remove("a user's")
         assert seen == [key] * 2, f"{seen}, not a call each of the kernel for {key}"
         del library
-        torch.ops.loaded_libraries.remove("a user's")
         call_both()
         assert len(seen) == 2, "a kernel is called whose library is gone"
 
