@@ -29,8 +29,8 @@ from extension_cpp.ops import _backends, _signature
 from extension_cpp.triton.elementwise import bits_of, make, pointer
 
 MOST_SUMS = 3 if _backends.interpreted else 1024
-"""Programs that each add up some of the rows; in the interpreter, where what comes before the rows takes longer than one of
-them, of any kernel."""
+"""Programs that each add up some of the rows. In the interpreter every kernel has so few, as what precedes the rows takes
+longer there than a row."""
 LONGEST = 2**20
 """Elements of a block in Triton."""
 BLOCKS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -136,7 +136,7 @@ class rowwise(Formula):
         body = ["at_ = tl.arange(0, BLOCK)", "inside_ = at_ < n_"]
         loop = []
         for name, role in zip(self.tensors, self.roles):
-            # Columns too in each row, from a cache: registers for all rows are more than long rows have.
+            # Columns are loaded for each row, from a cache: held in registers, those of long rows would spill.
             row = f" + row_ * {name}_apart_" * (role != "kColumns")
             elements = " + at_, inside_, other=0" * (role != "kValues")
             loop.append(self.load(name, f"{name}{row}{elements}"))
