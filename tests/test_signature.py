@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import extension_cpp
 from extension_cpp.ops import _backends, _signature
 from extension_cpp.ops._signature import Pattern, Signature, empty_elementwise, value
-from extension_cpp.testing import significant_strides
 
 OPERATORS = {
     name: operator
@@ -54,7 +54,7 @@ def agree(name: str, args: tuple) -> str:
     assert kernel == python
     if not kernel and expected is not None:
         assert [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
-        assert [significant_strides(t) for t in results] == [significant_strides(t) for t in expected]
+        assert [t.stride() for t in results] == [t.stride() for t in expected]
     return kernel
 
 
@@ -252,12 +252,31 @@ def test_what_a_line_says():
     assert (result.pattern.sizes, result.like, result.dtype) == (("B*2", "4"), "b", None)
 
 
-def test_elementwise_strides():
-    for a, b in (
+SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+
+
+@given(sizes=SHAPES, strides=st.lists(st.integers(0, 8), min_size=8, max_size=8))
+def test_elementwise_strides(sizes, strides):
+    """Of every dimension, those of size 1 too: a program may read them."""
+    dims = len(sizes)
+    a, b = (torch.zeros(99).as_strided(sizes, each) for each in (strides[:dims], strides[4 : 4 + dims]))
+    for x, y in ((a, a), (a, b)):
+        want = (x * y).stride()
+        assert empty_elementwise(x, y, dtype=torch.float32).stride() == want
+        assert extension_cpp.mymul(x, y).stride() == want
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
         (t(2, 3).t(), t(3, 2)),
         (t(3).expand(2, 3), t(2, 1)),
         (t(2, 3, 4, 5).mT, t(5, 1)),
         (t(2, 2), t(2, 1, 1).permute(2, 1, 0)),
-    ):
-        made = empty_elementwise(a, b, dtype=torch.float32)
-        assert made.stride() == (a * b).stride()
+        (t(2, 1, 4, 1).to(memory_format=torch.channels_last),) * 2,
+        (t(2, 1, 3, 1).as_strided((2, 1, 3, 1), (3, 7, 1, 5)),) * 2,
+    ],
+)
+def test_strides_as_of_pytorch(a, b):
+    assert empty_elementwise(a, b, dtype=torch.float32).stride() == (a * b).stride()
+    assert extension_cpp.mymul(a, b).stride() == (a * b).stride()

@@ -137,6 +137,49 @@ bool are_linear(const std::array<View, K>& tensors) {
   return true;
 }
 
+// Whether the elements lie one after another in some order of the dimensions, and none twice.
+inline bool is_dense(const View& t) {
+  int64_t step = 1;
+  while (step < t.numel) {
+    int64_t d = 0;
+    while (d < t.ndim && (t.sizes[d] < 2 || t.strides[d] != step)) ++d;
+    if (d == t.ndim) return false;
+    step *= t.sizes[d];
+  }
+  return true;
+}
+
+inline bool is_channels_last(const View& t) {
+  int64_t step = 1;
+  for (int d : {1, 3, 2, 0}) {
+    if (t.ndim != 4 || (t.sizes[d] != 1 && t.strides[d] != step)) return false;
+    step *= t.sizes[d];
+  }
+  return true;
+}
+
+// TensorIterator sorts no dimensions where the elements of all inputs lie alike, so that those of size 1 may get other
+// strides: those of channels_last, or of the inputs. Inputs that are contiguous have no need of it.
+template <size_t K>
+bool strides_without_sorting(const std::array<View, K>& inputs, int64_t* strides) {
+  const View& first = inputs[0];
+  bool channels_last = true, same = true;
+  for (const View& t : inputs) {
+    if (!t.same_sizes(first)) return false;
+    channels_last = channels_last && is_channels_last(t);
+    same = same && std::equal(t.strides.begin(), t.strides.end(), first.strides.begin());
+  }
+  if (channels_last) {
+    constexpr int kPerm[4] = {1, 3, 2, 0};
+    dense_strides(first.sizes, 4, kPerm, strides);
+  } else if (same && is_dense(first)) {
+    std::copy(first.strides.begin(), first.strides.end(), strides);
+  } else {
+    return false;
+  }
+  return true;
+}
+
 // Takes the dimensions in the order of perm and merges those that lie behind one another in every operand.
 template <int N>
 void collapse_dims(const Shape& shape, const int64_t (&strides)[N][kMaxDims], const int* perm, Loop<N>& loop) {
@@ -165,25 +208,25 @@ void collapse_dims(const Shape& shape, const int64_t (&strides)[N][kMaxDims], co
 template <size_t kOut, size_t kIn>
 std::array<Tensor, kOut> allocate_outputs(const char* op, const std::array<View, kIn>& inputs, Loop<kOut + kIn>& loop) {
   const View& first = inputs[0];
-  const bool linear = detail::are_linear(inputs);
   const Shape shape = broadcast_shapes(op, inputs);
   int64_t strides[kOut + kIn][kMaxDims];
-  int perm[kMaxDims];
-  if (linear) {
+  if (detail::are_linear(inputs)) {
+    int perm[kMaxDims];
     for (int k = 0; k < shape.ndim; ++k) perm[k] = shape.ndim - 1 - k;
-  } else {
-    for (size_t i = 0; i < kIn; ++i) detail::expand_strides(inputs[i], shape, strides[kOut + i]);
-    detail::sort_dims(shape, strides, kOut, perm);
-  }
-  for (size_t i = 0; i < kOut; ++i) detail::dense_strides(shape, shape.ndim, perm, strides[i]);
-  if (linear) {
+    detail::dense_strides(shape, shape.ndim, perm, strides[0]);
+    detail::linear_loop(loop, first.numel);
+  } else if (detail::strides_without_sorting(inputs, strides[0])) {
     detail::linear_loop(loop, first.numel);
   } else {
+    int perm[kMaxDims];
+    for (size_t i = 0; i < kIn; ++i) detail::expand_strides(inputs[i], shape, strides[kOut + i]);
+    detail::sort_dims(shape, strides, kOut, perm);
+    for (size_t i = 0; i < kOut; ++i) detail::dense_strides(shape, shape.ndim, perm, strides[i]);
     detail::collapse_dims(shape, strides, perm, loop);
   }
   const auto outputs = [&]<size_t... I>(std::index_sequence<I...>) {
     return std::array<Tensor, kOut>{
-        (static_cast<void>(I), empty_strided(first, -1, shape.dims, strides[I], shape.ndim))...};
+        (static_cast<void>(I), empty_strided(first, -1, shape.dims, strides[0], shape.ndim))...};
   }(std::make_index_sequence<kOut>());
   if (first.device_type == aoti_torch_device_type_cpu()) {
     for (const Tensor& out : outputs) ask_for_huge_pages(out);

@@ -386,14 +386,13 @@ def differs(size: Any, other: int) -> bool | None:
 
 def empty_elementwise(*tensors: Tensor, dtype: torch.dtype) -> Tensor:
     """What an elementwise operator on tensors returns, uninitialised: broadcast shape, and TensorIterator's strides."""
-    expanded = torch.broadcast_tensors(*tensors)
     first = tensors[0]
-    if (
-        type(first) is Tensor and first.is_contiguous() and expanded[0].shape == first.shape
-    ):  # It decides alone, at once.
+    symbolic = type(first) is not Tensor and is_symbolic(*tensors)
+    if not symbolic and all(t.shape == first.shape and t.is_contiguous() for t in tensors):
         return torch.empty(first.shape, dtype=dtype, device=first.device)
+    expanded = torch.broadcast_tensors(*tensors)
     shape = expanded[0].shape
-    if is_symbolic(*tensors):
+    if symbolic:
         from torch._prims_common import compute_elementwise_output_strides
 
         strides = compute_elementwise_output_strides(*expanded)
@@ -405,7 +404,15 @@ def empty_elementwise(*tensors: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def elementwise_strides(shape: torch.Size, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """As csrc/common/loop.h has them. PyTorch's function for fake tensors takes dimensions of size 1 otherwise."""
+    """As csrc/common/loop.h has them, where not all are contiguous.
+
+    PyTorch's function for fake tensors takes dimensions of size 1 otherwise.
+    """
+    if all(t.shape == shape for t in tensors):
+        if all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors):
+            return dense_strides(shape, (1, 3, 2, 0))
+        if all(t.stride() == tensors[0].stride() for t in tensors) and is_dense(tensors[0]):
+            return tensors[0].stride()
     given = []
     for t in tensors:
         missing = len(shape) - t.dim()
@@ -432,11 +439,26 @@ def elementwise_strides(shape: torch.Size, tensors: Sequence[Tensor]) -> tuple[i
             if found > 0:
                 order[below], order[moving] = order[moving], order[below]
                 moving = below
+    return dense_strides(shape, order)
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose dimensions vary in this order, the fastest first."""
     strides, step = [0] * len(shape), 1
     for d in order:
         strides[d] = step
         step *= max(shape[d], 1)
     return tuple(strides)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements lie one after another in some order of the dimensions, and none twice."""
+    step = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride()) if size > 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def is_symbolic(*tensors: Tensor) -> bool:
