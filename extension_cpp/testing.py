@@ -1164,11 +1164,9 @@ class Contract:
     @proves("a user's kernel is used")
     def test_user_kernels(self, device):
         """What a user registers in Python is what the public function and torch.ops call, until its library is gone."""
-        op = self.op
+        op, key = self.op, device.upper()
         args = next(iter(op.samples(device, torch.float32)))
-        leaves = self.with_gradients(args) if op.differentiable else args
-        key = device.upper()
-        for given in (args, leaves) if self.backend is None else ():
+        for way in self.ways_to_a_kernel(args) if self.backend is None else ():
             seen = []
 
             def kernel(*passed: Any, seen: list[str] = seen) -> Any:
@@ -1178,12 +1176,48 @@ class Contract:
             with warnings.catch_warnings(), torch.library._scoped_library(op.operator.namespace, "IMPL") as library:
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 library.impl(op.name, kernel, key, allow_override=True)
-                for function in self.entries():
-                    run(op, function, map_tensors(clone, given) if op.writes else given)
-            assert seen == [key] * 2, f"{seen}, not a call each of the kernel for {key} on {describe(given)}"
-            for function in self.entries():
-                run(op, function, map_tensors(clone, given) if op.writes else given)
+                got = [way(function) for function in self.entries()]
+            assert seen == [key] * 2, (
+                f"{seen}, not a call each of the kernel for {key}, {way.__doc__}, on {describe(args)}"
+            )
+            compare(got, [way(function) for function in self.entries()], f"a user's kernel, {way.__doc__}")
             assert len(seen) == 2, "a kernel is called whose library is gone"
+
+    def ways_to_a_kernel(self, args: Args) -> list[Callable]:
+        op = self.op
+        every = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+
+        def plain(function: Callable) -> Any:
+            """in a plain call"""
+            return run(op, function, map_tensors(clone, args) if op.writes else args)
+
+        def functional(function: Callable) -> Any:
+            """under functionalize"""
+            return torch.func.functionalize(of_tensors(function, args, every))(*tensors(args))
+
+        if op.writes:
+            return [plain]
+        if not op.differentiable:
+            return [plain, functional]
+        leaves, at = self.with_gradients(args), self.positions(args)
+        primals = tuple(args[i] for i in at)
+        tangents = tuple(map(ramp, primals))
+
+        def recorded(function: Callable) -> Any:
+            """with a gradient"""
+            return run(op, function, leaves)
+
+        def jvp(function: Callable) -> Any:
+            """under jvp"""
+            return torch.func.jvp(of_tensors(function, args, at), primals, tangents)
+
+        def dual(function: Callable) -> Any:
+            """on dual tensors"""
+            with forward_ad.dual_level():
+                duals = [*map(forward_ad.make_dual, primals, tangents)]
+                return [tuple(forward_ad.unpack_dual(t)) for t in tensors(of_tensors(function, args, at)(*duals))]
+
+        return [plain, functional, recorded, jvp, dual]
 
     def test_user_kernels_in_cpp(self, device):
         """What a library of C++ registers is called too, by both. torch.library knows nothing of it."""

@@ -433,6 +433,12 @@ FAULTS = {
     "no tag for torch.compile": (untagged("fault_untagged"), "test_compliant"),
     "no tag for nested tensors": (untagged("fault_unnested"), "test_nested"),
     "goes past a user's kernel": (define("fault_past", double, public=lambda x: double(x)), "test_user_kernels"),
+    "goes past a user's kernel in forward mode": (
+        define(
+            "fault_past_jvp", double, instead={"FuncTorchDynamicLayerFrontMode": lambda op: op.checked}, backward=twice
+        ),
+        "test_user_kernels",
+    ),
     "goes past a user's kernel in C++": (
         define("fault_past_cpp", double, public=lambda x: double(x)),
         "test_user_kernels_in_cpp",

@@ -1,8 +1,7 @@
 """What an operator registers with autograd, torch.func and autocast, from its declaration.
 
 Kernels of the dispatcher's keys, each for one overload. Its derivative is a torch.autograd.Function, which all of them lead
-to: PyTorch knows how to take it through every transform. Forward mode and functionalize take the reference, whose operators
-are PyTorch's own.
+to: PyTorch knows how to take it through every transform. Forward mode takes the reference, whose operators are PyTorch's own.
 """
 
 from __future__ import annotations
@@ -25,13 +24,17 @@ from torch._C._functorch import (
     TransformType,
     _add_batch_dim,
     _unwrap_batched,
+    _unwrap_for_grad,
+    _unwrap_functional_tensor,
+    _wrap_for_grad,
+    _wrap_functional_tensor,
     get_interpreter_stack,
     is_batchedtensor,
     is_gradtrackingtensor,
     unwrap_if_dead,
 )
 from torch._functorch.autograd_function import VmapInfo
-from torch._functorch.pyfunctorch import VmapInterpreter
+from torch._functorch.pyfunctorch import FunctionalizeInterpreter, JvpInterpreter, VmapInterpreter
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
@@ -47,7 +50,7 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
 
     def autograd(keys: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(is_dual(arg) for arg in args):
-            return operator.checked(*args)  # PyTorch's own operators know forward mode.
+            return _forward_mode(operator, overload, args, lambda *args: overload(*map(primal_of, args)))
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return derivative().apply(*operator.all_arguments(args))
         try:
@@ -59,8 +62,7 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
     return autograd
 
 
-_VMAP = frozenset([TransformType.Vmap])
-_VMAP_AND_GRAD = _VMAP | {TransformType.Grad}
+_VMAP_AND_GRAD = {TransformType.Vmap, TransformType.Grad}
 
 
 def make_transformed(operator: Any, overload: Any, backend: str | None) -> Callable:
@@ -69,27 +71,74 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
         return make_function(operator, overload, backend)
 
     def transformed(*args: Any) -> Any:
-        """Under transforms of torch.func. PyTorch's own operators, the reference, know forward mode and functionalize."""
+        """Under transforms of torch.func. PyTorch's own operators, those of the reference, know forward mode."""
         stack: Any = get_interpreter_stack()
-        batched = stack[-1].key() == TransformType.Vmap
-        # Sets of them take as long as a small operator.
-        transforms = _VMAP if batched and len(stack) == 1 else {interpreter.key() for interpreter in stack}
+        top = stack[-1].key()
         try:
-            known = not operator.written and (transforms is _VMAP or transforms <= _VMAP_AND_GRAD)
-            if batched and (known or _has_users_vmap(operator, overload)):
+            if top == TransformType.Vmap and (not operator.written or _has_users_vmap(operator, overload)):
                 return _batched(operator, overload, backend, VmapInterpreter(stack[-1]), args)
-            by_reference = operator.differentiable and operator.backward is None
-            if not known or (by_reference and TransformType.Grad in transforms):
+            if top == TransformType.Jvp and not operator.written:
+                return _jvp(operator, overload, JvpInterpreter(stack[-1]), args)
+            if top == TransformType.Functionalize and not operator.written:
+                return _functional(overload, FunctionalizeInterpreter(stack[-1]), operator.all_arguments(args))
+            by_reference = operator.written or (operator.differentiable and operator.backward is None)
+            if by_reference or not {layer.key() for layer in stack} <= _VMAP_AND_GRAD:
                 return operator.checked(*args)
             return derivative().apply(*operator.all_arguments(args))
         except RuntimeError as error:
             if type(error) not in (RuntimeError, NotImplementedError) or str(error).startswith(f"{operator.name}: "):
                 raise
             # Of an operator of PyTorch's in the reference, of which the caller knows nothing.
-            which = "vmap can't batch" if TransformType.Vmap in transforms else "torch.func can't transform"
+            batched = any(layer.key() == TransformType.Vmap for layer in stack)
+            which = "vmap can't batch" if batched else "torch.func can't transform"
             raise RuntimeError(f"{operator.name}: {which} its reference: {error}") from error
 
     return transformed
+
+
+def _functional(overload: Any, layer: Any, args: Sequence[Any]) -> Any:
+    """A call under torch.func.functionalize of what writes nothing."""
+
+    def below(arg: Any) -> Any:
+        functional = isinstance(arg, Tensor) and torch._is_functional_tensor(arg)
+        return _unwrap_functional_tensor(arg, True) if functional else arg
+
+    with layer.lower():
+        results = overload(*map(below, args))
+    return _map_results(lambda t: _wrap_functional_tensor(t, layer.level()), results)
+
+
+def _jvp(operator: Any, overload: Any, layer: Any, args: Sequence[Any]) -> Any:
+    """A call under torch.func.jvp, of the layer below for its values."""
+    level = layer.level()
+
+    def below(*args: Any) -> Any:
+        given = [_unwrap_for_grad(arg, level) if isinstance(arg, Tensor) else arg for arg in args]
+        with layer.lower():
+            results = overload(*given)
+        return _map_results(lambda t: _wrap_for_grad(t, level), results)
+
+    return _forward_mode(operator, overload, args, below)
+
+
+def _forward_mode(operator: Any, overload: Any, args: Sequence[Any], values: Callable) -> Any:
+    """Tangents by the reference. The values too, unless a user has registered a kernel: then they are that kernel's."""
+    results = operator.checked(*args)
+    if overload is not operator.default or operator.uses_only_ours():
+        return results
+    duals = iter([results] if isinstance(results, Tensor) else results)
+
+    def with_tangent(value: Tensor) -> Tensor:
+        tangent = forward_ad.unpack_dual(
+            next(duals), level=0
+        ).tangent  # The only level there is, which a graph knows too.
+        return value if tangent is None else forward_ad.make_dual(value, tangent, level=0)
+
+    return _map_results(with_tangent, values(*args))
+
+
+def _map_results(function: Callable, results: Any) -> Any:
+    return function(results) if isinstance(results, Tensor) else tuple(map(function, results))
 
 
 def make_write(operator: Any, overload: Any) -> Callable:
@@ -430,6 +479,10 @@ def refuse_for_number(op: str, name: str, given: Tensor) -> None:
 
 def is_dual(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def primal_of(value: Any) -> Any:
+    return forward_ad.unpack_dual(value).primal if isinstance(value, Tensor) else value
 
 
 def _within(backend: str | None, function: Callable) -> Callable:
