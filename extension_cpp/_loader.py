@@ -118,7 +118,8 @@ def registration_errors(library: Path) -> str:
             return f"{refused[0]}\n{str(error).strip()}"
         return f"{refused[0]}: an operator of this name is registered already"
 
-    return re.sub(r"PyTorch refuses the schema (.*)", reason, ask().decode().strip())
+    said = ask().decode().strip()
+    return re.sub(r"PyTorch refuses the schema (.*)", reason, said) if said else ""
 
 
 def check_driver(library: Path) -> None:
