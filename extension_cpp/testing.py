@@ -73,16 +73,26 @@ OF_THE_COMPILER = {
     "test_fake_cuda",
     "test_inductor_fuses",
     "test_symbolic_numbers",
+    "test_tensors_for_numbers",
 }
 """Checks that trace and compile. They take several times as long as all others."""
 IMPORTS_THE_COMPILER = {
+    "test_autocast",
+    "test_deterministic",
     "test_dispatch_modes",
     "test_errors",
     "test_fake_kernel",
     "test_forward_mode",
+    "test_gradcheck",
+    "test_gradients_of_reference",
+    "test_profile",
+    "test_traced",
+    "test_transforms",
+    "test_user_kernels",
+    "test_user_vmap",
     "test_wrong_arguments",
 }
-"""Other checks for which PyTorch imports its compiler: those of fake tensors and of forward mode."""
+"""Other checks for which PyTorch imports its compiler, or DTensor."""
 
 Args = tuple[Any, ...]
 
@@ -427,18 +437,26 @@ class Contract:
             if self.takes_seconds(args):
                 continue
             expected = [t.clone() for t in run(op, op.function, map_tensors(torch.clone, args))]
-            for i, arg in enumerate(args):
-                if not isinstance(arg, Tensor) or not arg.numel():
-                    continue
-                for name, laid_out in layouts(arg):
-                    others = map_tensors(torch.clone, args)
-                    changed = (*others[:i], laid_out, *others[i + 1 :])
-                    results = run(op, op.function, changed)
-                    for got, want in zip(results, expected):
-                        assert self.same(got, want), f"argument {i} with layout {name!r}: wrong on {describe(changed)}"
-                    for k, (before, after) in enumerate(zip(args, changed)):
-                        if isinstance(before, Tensor) and k not in op.writes:
-                            assert same_bits(before, after), f"argument {k} was changed by {describe(changed)}"
+            for said, changed in self.laid_out(args):
+                results = run(op, op.function, changed)
+                for got, want in zip(results, expected):
+                    assert self.same(got, want), f"{said}: wrong on {describe(changed)}"
+                for k, (before, after) in enumerate(zip(args, changed)):
+                    if isinstance(before, Tensor) and k not in op.writes:
+                        assert same_bits(before, after), f"argument {k} was changed by {describe(changed)}"
+
+    def laid_out(self, args: Args) -> Iterator[tuple[str, Args]]:
+        """The arguments with each tensor in each layout: one tensor at a time, or all, of which Triton's interpreter needs
+        fewer calls."""
+        every = {i: [*layouts(arg)] for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.numel()}
+        chosen = [{i: layout} for i, found in every.items() for layout in found]
+        if self.is_interpreted(args):
+            most = max(map(len, every.values()), default=0)
+            chosen = [{i: found[(k + i) % len(found)] for i, found in every.items()} for k in range(most)]
+        for each in chosen:
+            said = ", ".join(f"argument {i} with layout {name!r}" for i, (name, _) in each.items())
+            others = map_tensors(torch.clone, args)
+            yield said, tuple(each[i][1] if i in each else other for i, other in enumerate(others))
 
     def test_nothing_outside_is_touched(self, device, dtype):
         """Each tensor lies amid sentinels: nothing outside is written, and nothing outside changes the result."""
@@ -1320,6 +1338,8 @@ class Contract:
     def test_what_is_written(self, device):
         """A new version of it and of what it is a view of, and what PyTorch's own functions refuse to write into."""
         op = self.op
+        if not op.writes:
+            return
         args = next(args for args in op.samples(device, torch.float32) if all(t.numel() for t in tensors(args)))
         compiled = torch.compile(op.function, backend="eager")
         want = run(op, op.function, map_tensors(clone, args))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from mmap import mmap
 from multiprocessing import get_context
@@ -40,8 +41,8 @@ def stem_of(name: str) -> str:
 
 
 # Neither the package, which is imported once it is compiled, nor Triton, which the tests import with its interpreter.
-IMPORTED = ("hypothesis", "pytest", "rich.console", "sympy", "torch")
-COMPILER = ("torch._dynamo", "torch.export", "torch._inductor.compile_fx")
+IMPORTED = ("hypothesis", "pytest", "rich.console", "torch")
+COMPILER = ("sympy", "torch._dynamo", "torch.export", "torch._inductor.compile_fx")
 
 
 def build() -> None:
@@ -94,10 +95,7 @@ class Only:
         chosen = params.params if params else {}
         others = [dtype for dtype in case.dtypes if not dtype.is_floating_point]
         test = item.function.__name__
-        # In Triton's interpreter this takes longest, and the process that traces has less to do.
-        of_other = test in OF_THE_COMPILER | IMPORTS_THE_COMPILER or (
-            test == "test_layouts" and "triton" in chosen.values()
-        )
+        of_other = test in OF_THE_COMPILER | IMPORTS_THE_COMPILER
         few = {torch.float32, torch.bfloat16} & {*case.dtypes} | {*others[:1]} or {*case.dtypes}
         return (
             chosen.get("chosen") != "reference"
@@ -158,7 +156,8 @@ def measure(name: str, stem: str) -> None:
         listed = [*harness.short_form(cases(stem, device))]
         for case in [case for case in listed if case.op == name] or listed:
             try:
-                found += [record | {"bytes": 0, "operations": 0} for record in harness.measure(case)]
+                records_of = harness.measure(replace(case, rounds=min(3, case.rounds)))
+                found += [record | {"bytes": 0, "operations": 0} for record in records_of]
             except harness.Unavailable as reason:
                 console.print(f"not measured: {case.op}: {case.name}: {reason}", highlight=False, markup=False)
             except harness.Disagreement as error:

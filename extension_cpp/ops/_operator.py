@@ -873,7 +873,8 @@ class Operator:
         if not _backends.interpreted:
             self._show_the_compiler(overload)
         # An eager call needs nothing of what triton_op does for the compiler, which takes it longer than the kernel.
-        self.library.impl(f"{self.name}.triton", function, "CUDA")
+        for device in ("CUDA", *["CPU"] * _backends.interpreted):
+            self.library.impl(f"{self.name}.triton", function, device)
         self.triton_function = function
         return overload
 

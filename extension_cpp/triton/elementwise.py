@@ -16,6 +16,7 @@ import linecache
 import re
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,11 +56,35 @@ def make(kind: str, formula: Any, parameters: list[str], body: list[str], unspec
     file = f"<{name}_kernel of extension_cpp.triton>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # Triton reads the source of a kernel.
     scope = {**globals(), name: formula}
-    if _backends.interpreted:  # Which wants to see triton.language next to each function, and is slow to call kernels.
-        formula.fn.__globals__.setdefault("tl", tl)
-        scope[name] = formula.rewrite()
+    if _backends.interpreted:
+        formula.fn.__globals__.setdefault("tl", tl)  # The interpreter looks for it there.
+        patch_once_a_launch()
     exec(compile(source, file, "exec"), scope)
     return triton.jit(scope[f"{name}_kernel"], do_not_specialize=unspecialized)
+
+
+@cache
+def patch_once_a_launch() -> None:
+    """Make Triton's interpreter faster: it puts its own functions into triton.language again whenever a kernel calls another
+    function, which takes longer than all else.
+    """
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_lang"):  # Another version of Triton, which may be faster by itself.
+        return
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(function: Any) -> Any:
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch(function)
+
+    def launch_anew(*args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(*args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
 
 
 class Kernel:
