@@ -1,5 +1,7 @@
 """Signatures: C++ and Python read the same line, accept the same arguments, and refuse others in the same words."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -280,3 +282,12 @@ def test_elementwise_strides(sizes, strides):
 def test_strides_as_of_pytorch(a, b):
     assert empty_elementwise(a, b, dtype=torch.float32).stride() == (a * b).stride()
     assert extension_cpp.mymul(a, b).stride() == (a * b).stride()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_in_our_words(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of a prototype.
+        nested = torch.nested.nested_tensor([t(3, 4), t(2, 4)], layout=layout)
+    with pytest.raises(RuntimeError, match=r"^matmul: a must be a strided tensor, got a nested one$"):
+        extension_cpp.matmul(nested, t(4, 4))

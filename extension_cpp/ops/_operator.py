@@ -540,6 +540,10 @@ class Operator:
                     return default(*args) if _len_torch_function_stack() else self.symbolic(*args)
             try:
                 return eager(*args)
+            except NotImplementedError:
+                if any(args[i] is not None and args[i].is_nested for i in tensors):  # PyTorch's error names an overload.
+                    self.signature.check(args)
+                raise
             except (RuntimeError, MemoryError) as error:
                 raise self.explain(error) from error.__cause__
 
