@@ -17,7 +17,6 @@ from torch._C import (
     _any_requires_grad,
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
-    _dispatch_call_boxed,
     _ExcludeDispatchKeyGuard,
 )
 from torch._C._functorch import (
@@ -206,8 +205,8 @@ def make_autocast(operator: Any, overload: Any, device: str) -> Callable:
     return autocast
 
 
-def make_function(operator: Any, overload: Any, backend: str | None, quick: bool = False) -> Any:
-    """The torch.autograd.Function of an overload; `quick`, for plain calls only."""
+def make_function(operator: Any, overload: Any, backend: str | None, plain: Callable | None = None) -> Any:
+    """The torch.autograd.Function of an overload; with `plain`, which calls it, one that takes no part in transforms."""
     positions = {name: i for i, name in enumerate(operator.names)}
     results = len(operator.schema.returns)
     code = operator.backward.__code__ if operator.backward else None
@@ -258,7 +257,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
             return overload(*args)
 
     def forward_and_keep(ctx: Any, *args: Any) -> Any:
-        result = _dispatch_call_boxed(operator.kernel, *args)
+        result = plain(*args)  # type: ignore[misc]
         keep(ctx, args, result)
         return result
 
@@ -288,7 +287,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, quick: bool
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _within(backend, partial(_vmap, operator, overload))(info, in_dims, *args)
 
-    parts = {"forward": forward_and_keep} if quick else {"forward": forward, "setup_context": keep, "vmap": vmap}
+    parts = {"forward": forward_and_keep} if plain else {"forward": forward, "setup_context": keep, "vmap": vmap}
     body = {name: staticmethod(part) for name, part in {**parts, "backward": backward}.items()}
     Derivative: Any = new_class(
         f"{operator.name}_derivative", (torch.autograd.Function,), {}, lambda it: it.update(body)

@@ -22,13 +22,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import (
+    DisableTorchFunction,
     _any_requires_grad,
     _are_functorch_transforms_active,
     _AutoDispatchBelowAutograd,
@@ -464,18 +465,23 @@ class Operator:
         # As uses_only_ours has them.
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
         # Function modes come first: they see what a tensor is asked.
-        others = ["_function_modes()", "_compiling()", *users, "_dispatch_modes()"]
+        others = ["_function_modes()", "_compiling()", *users]
         recorded = f"({' or '.join(grads)}) and _grad_enabled()"
         if self.differentiable or self.written:
             others.append("_forward_ad._current_level >= 0")
+        call = f"_call(_kernel, {', '.join(arguments)})"
         if self.written:  # torch.compile can't ask for the last.
-            others += [recorded, *(f"{self.names[i]}.is_inference()" for i in self.written)]
-        way = [f"return _call(_kernel, {', '.join(arguments)})"]
+            others += ["_dispatch_modes()", recorded, *(f"{self.names[i]}.is_inference()" for i in self.written)]
+            way = [f"return {call}"]
+        else:
+            way = ["modes = _dispatch_modes()"]
+            way.append(f"return {call} if not modes else _below_autograd({', '.join(arguments)})")
         if self.differentiable:
-            way = [f"if not ({recorded}): {way[0]}"]
-            record = f"_operator._apply[0]({', '.join(unwrapped)})"
+            way[-1] = f"if not ({recorded}): {way[-1]}"
+            record = f"_operator._apply[modes > 0]({', '.join(unwrapped)})"
             if self.declared.exact:
-                record = f"_exact({', '.join(arguments)}) if _is_small({', '.join(tensors)}) else {record}"
+                small = f"not modes and _is_small({', '.join(tensors)})"
+                record = f"_exact({', '.join(arguments)}) if {small} else {record}"
             way.append(f"if not (_transforms() or _tracing() or _autocast()): return {record}")
         quick = [
             f"        if {' and '.join(plain)} and not ({' or '.join(others)}):",
@@ -488,7 +494,7 @@ class Operator:
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
         scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self}
-        scope["_exact"] = self.exact
+        scope |= {"_exact": self.exact, "_below_autograd": self._below_autograd}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -517,6 +523,7 @@ class Operator:
         packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors
         numbers = [i for i in range(len(self.names)) if i not in tensors]
         floats = [i for i in numbers if self.types[i] == "float"]
+        kinds = {i: _NUMBERS[self.types[i]] for i in numbers if self.types[i] in _NUMBERS}
         if self.written or self.declared.fake:  # Which may ask for the value.
             floats = []
 
@@ -541,7 +548,9 @@ class Operator:
             try:
                 return eager(*args)
             except NotImplementedError:
-                if any(args[i] is not None and args[i].is_nested for i in tensors):  # PyTorch's error names an overload.
+                if any(
+                    args[i] is not None and args[i].is_nested for i in tensors
+                ):  # PyTorch's error names an overload.
                     self.signature.check(args)
                 raise
             except (RuntimeError, MemoryError) as error:
@@ -565,16 +574,22 @@ class Operator:
                     return default(*args)
             seen = bool(_len_torch_dispatch_stack())
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
+                if self.declared.exact and not seen and all(type(args[i]).__name__ in kinds[i] for i in kinds):
+                    with DisableTorchFunction():  # torch.set_default_device would be asked for every attribute.
+                        if is_small(*[args[i] for i in tensors]):
+                            return self.exact(*args)
                 given = [*args]
                 for i in tensors:  # Of a transform that is over, whose own graph leads nowhere.
                     given[i] = unwrap_if_dead(args[i])
                 return self._apply[seen](*given)
-            if not seen:
-                return _dispatch_call_boxed(kernel, *args)
-            with _AutoDispatchBelowAutograd():  # A formula that is registered in Python takes as long as all else.
-                return default(*args)
+            return _dispatch_call_boxed(kernel, *args) if not seen else self._below_autograd(*args)
 
         return general
+
+    def _below_autograd(self, *args: Any) -> Any:
+        """A formula that is registered in Python takes as long as all else, and so does what Python does with an overload."""
+        with _AutoDispatchBelowAutograd():
+            return _dispatch_call_boxed(self.default._handle, *args)
 
     @cached_property
     def _apply(self) -> list[Callable]:
@@ -582,7 +597,8 @@ class Operator:
 
         torch's own entry, without what Function.apply does for torch.func while a transform is active.
         """
-        functions = [_derivatives.make_function(self, self.default, None, quick) for quick in (True, False)]
+        calls = (partial(_dispatch_call_boxed, self.kernel), self._below_autograd)
+        functions = [_derivatives.make_function(self, self.default, None, call) for call in calls]
         return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
 
     @cached_property
