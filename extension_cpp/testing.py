@@ -337,7 +337,8 @@ class Contract:
         self.backend = chosen
         # Each call takes the operator's own derivative; test_exact has the other.
         never_small = mock.patch.dict(_operator.SMALL, dict.fromkeys(_operator.SMALL, -1))
-        with never_small, use_backend(chosen) if chosen else nullcontext():
+        nor_large = mock.patch.object(self.op.operator, "is_one_of_pytorchs", False)
+        with never_small, nor_large, use_backend(chosen) if chosen else nullcontext():
             yield
 
     @property

@@ -78,32 +78,6 @@ _data_address = torch._C._data_address  # type: ignore[attr-defined]
 _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-def is_small(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call that records a gradient is quicker as PyTorch's own nodes: tensors that need no other check than these.
-
-    `_data_address` raises for a tensor that has no memory, as that of a transform that is over; `data_ptr` would also make a
-    lazy copy.
-    """
-    if first.numel() > SMALL[first.is_cuda]:
-        return False
-    dtype, layout = first.dtype, torch.strided
-    if dtype not in _SMALL_DTYPES or first.dim() > 8 or first.layout is not layout or first.is_nested:
-        return False
-    try:
-        if not _data_address(first):
-            return False
-        for t in others:
-            if t is None:  # An optional one.
-                continue
-            if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
-                return False
-            if t.get_device() != first.get_device() or not _data_address(t):
-                return False
-    except RuntimeError:
-        return False
-    return True
-
-
 _HELPERS = {
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
     "_compiling": is_dynamo_compiling,
@@ -117,7 +91,6 @@ _HELPERS = {
     "_tracing": _is_tracing,
     "_autocast": _is_any_autocast_enabled,
     "_unwrap": unwrap_if_dead,
-    "_is_small": is_small,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
@@ -494,7 +467,7 @@ class Operator:
             quick = []
         scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
         scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self}
-        scope |= {"_exact": self.exact, "_below_autograd": self._below_autograd}
+        scope |= {"_exact": self.exact, "_is_small": self.is_small, "_below_autograd": self._below_autograd}
         # Helpers are variables of a closure, which torch.compile can guard.
         source = "\n".join(
             [
@@ -576,7 +549,7 @@ class Operator:
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
                 if self.declared.exact and not seen and all(type(args[i]).__name__ in kinds[i] for i in kinds):
                     with DisableTorchFunction():  # torch.set_default_device would be asked for every attribute.
-                        if is_small(*[args[i] for i in tensors]):
+                        if self.is_small(*[args[i] for i in tensors]):
                             return self.exact(*args)
                 given = [*args]
                 for i in tensors:  # Of a transform that is over, whose own graph leads nowhere.
@@ -600,6 +573,52 @@ class Operator:
         calls = (partial(_dispatch_call_boxed, self.kernel), self._below_autograd)
         functions = [_derivatives.make_function(self, self.default, None, call) for call in calls]
         return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
+
+    def is_small(self, first: Tensor, *others: Tensor | None) -> bool:
+        """Whether a call that records a gradient is quicker as PyTorch's own nodes, of tensors that need no check but these.
+
+        `_data_address` raises for a tensor that has no memory, as that of a transform that is over; `data_ptr` would also
+        make a lazy copy.
+        """
+        if first.numel() > SMALL[first.is_cuda] and not (first.is_cuda and self.is_one_of_pytorchs):
+            return False
+        dtype, layout = first.dtype, torch.strided
+        if dtype not in _SMALL_DTYPES or first.dim() > 8 or first.layout is not layout or first.is_nested:
+            return False
+        try:
+            if not _data_address(first):
+                return False
+            for t in others:
+                if t is None:  # An optional one.
+                    continue
+                if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
+                    return False
+                if t.get_device() != first.get_device() or not _data_address(t):
+                    return False
+        except RuntimeError:
+            return False
+        return True
+
+    @cached_property
+    def is_one_of_pytorchs(self) -> bool:
+        """Whether the reference is one operator of PyTorch's on one tensor: our kernel, and our derivative, move as much memory,
+        so that a node in Python only takes time.
+        """
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        if self.declared.exact is not True or len(self.tensors) > 1:
+            return False
+        calls = []
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                calls.append(func)
+                return func(*args, **(kwargs or {}))
+
+        one = torch.ones(1)
+        with torch.no_grad(), Count():
+            self.reference(*(one if i in self.tensors else 1 for i in range(len(self.names))))
+        return len(calls) == 1
 
     @cached_property
     def exact(self) -> Callable:
