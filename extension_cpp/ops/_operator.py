@@ -601,8 +601,8 @@ class Operator:
 
     @cached_property
     def is_one_of_pytorchs(self) -> bool:
-        """Whether the reference is one operator of PyTorch's on one tensor: our kernel, and our derivative, move as much memory,
-        so that a node in Python only takes time.
+        """Whether the reference is one operator of PyTorch's on one tensor: our kernel and derivative move as much memory, so
+        that a node in Python only takes time.
         """
         from torch.utils._python_dispatch import TorchDispatchMode
 
