@@ -61,8 +61,8 @@ def test_sparse_is_refused(function):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_small_tensors_have_derivatives_of_pytorch(device, dtype):
-    """For a call that records one: with the bits of the kernel, which large tensors and a backend asked for get. On CUDA large
-    tensors have them too, of an operator that is one of PyTorch's.
+    """For a call that records one: with the bits of the kernel, which large tensors and a backend asked for get. On CUDA
+    large tensors have them too, of an operator that is one of PyTorch's.
     """
     calls = {
         "add_one": (extension_cpp.add_one, lambda a, b: (a,)),
