@@ -1,5 +1,7 @@
 """add_one and my_op: the contract, and what is particular to them."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -84,6 +86,22 @@ def test_small_tensors_have_derivatives_of_pytorch(device, dtype):
                 assert same_bits(recorded.detach(), function(*args))
             with extension_cpp.use_backend("native"):
                 assert function(*args).grad_fn.name() not in ("AddBackward0", "MulBackward0")
+
+
+@pytest.mark.parametrize(
+    "name, reference, one",
+    [
+        ("my_op", lambda x, number: x * number, True),
+        ("my_op", lambda x, number: (x * number).sin(), False),
+        ("my_op", lambda x, number: {}[number], False),  # It takes no 1, which it is tried with.
+        ("mymul", lambda a, b: a * b, False),  # Its derivative reads memory once that PyTorch's reads twice.
+        ("mymuladd", lambda a, b, c: a * b, False),
+    ],
+)
+def test_operators_that_are_one_of_pytorchs(name, reference, one):
+    operator = getattr(extension_cpp, name).operator
+    with mock.patch.object(operator, "reference", reference):
+        assert type(operator).is_one_of_pytorchs.func(operator) == one
 
 
 @pytest.mark.parametrize("device", DEVICES)

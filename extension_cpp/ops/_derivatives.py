@@ -128,9 +128,8 @@ def _forward_mode(operator: Any, overload: Any, args: Sequence[Any], values: Cal
     duals = iter([results] if isinstance(results, Tensor) else results)
 
     def with_tangent(value: Tensor) -> Tensor:
-        tangent = forward_ad.unpack_dual(
-            next(duals), level=0
-        ).tangent  # The only level there is, which a graph knows too.
+        # The level by its number, which is all that a graph knows of it. There is no other.
+        tangent = forward_ad.unpack_dual(next(duals), level=0).tangent
         return value if tangent is None else forward_ad.make_dual(value, tangent, level=0)
 
     return _map_results(with_tangent, values(*args))
