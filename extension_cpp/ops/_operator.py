@@ -447,15 +447,18 @@ class Operator:
             others += ["_dispatch_modes()", recorded, *(f"{self.names[i]}.is_inference()" for i in self.written)]
             way = [f"return {call}"]
         else:
-            way = ["modes = _dispatch_modes()"]
-            way.append(f"return {call} if not modes else _below_autograd({', '.join(arguments)})")
+            # Below autograd, a transform would lose the gradient of what it has wrapped.
+            below = f"if not _transforms(): return _below_autograd({', '.join(arguments)})"
+            way = [f"if not modes: return {call}", below]
         if self.differentiable:
-            way[-1] = f"if not ({recorded}): {way[-1]}"
             record = f"_operator._apply[modes > 0]({', '.join(unwrapped)})"
             if self.declared.exact:
                 small = f"not modes and _is_small({', '.join(tensors)})"
                 record = f"_exact({', '.join(arguments)}) if {small} else {record}"
-            way.append(f"if not (_transforms() or _tracing() or _autocast()): return {record}")
+            plainly = f"elif not (_transforms() or _tracing() or _autocast()): return {record}"
+            way = [f"if not ({recorded}):", *(f"    {line}" for line in way), plainly]
+        if not self.written:
+            way.insert(0, "modes = _dispatch_modes()")
         quick = [
             f"        if {' and '.join(plain)} and not ({' or '.join(others)}):",
             "            try:",
