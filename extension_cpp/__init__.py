@@ -4,6 +4,7 @@ The operators are functions of this module and of ``extension_cpp.ops``; the dis
 ``torch.ops.extension_cpp.<name>``. ``extension_cpp.nn`` has modules made of them.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ __all__ = ["__version__", "jit", "load_errors"]
 
 # `python -m extension_cpp` imports this module too, and must work if torch or a library can't be imported.
 if not _loader.is_program():
-    _loader.load(jit.load_package)
+    _loader.load(lambda: importlib.import_module("extension_cpp._jit").load_package())
 
 if _loader.libraries:
     from extension_cpp import compat, nn, ops  # The schemas must be there first.

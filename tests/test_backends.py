@@ -36,6 +36,32 @@ print({"triton", "torch._dynamo", "torch.distributed.tensor"} & (set(sys.modules
     assert done.stdout.strip() == "set() False", done.stderr
 
 
+@pytest.mark.parametrize("imports", ["", "import torch._dynamo"])
+def test_a_public_function_before_its_first_call(imports):
+    """Its code is written out then, or once torch.compile can read it; its parameters are the same before and after."""
+    done = python(f"""
+import inspect
+import torch
+import extension_cpp
+from extension_cpp.ops._backends import operators
+functions = {{op.name: op.function for op in operators.values()}}
+codes = {{name: function.__code__ for name, function in functions.items()}}
+before = {{name: inspect.signature(function) for name, function in functions.items()}}
+{imports}
+for name, function in functions.items():
+    if {not imports}:
+        try:
+            function()
+        except TypeError as error:
+            assert str(error).startswith(f"{{name}}() missing "), error
+    assert function.__code__ is not codes[name]
+    assert inspect.signature(function) == before[name]
+    assert [*before[name].parameters] == [*function.__code__.co_varnames[: len(before[name].parameters)]]
+print(len(functions))
+""")
+    assert int(done.stdout or 0) >= len(OPERATORS), done.stderr
+
+
 def test_an_overload_each_with_the_same_schema():
     for packet in (operator.packet for operator in OPERATORS):
         for backend in ("native", "reference"):

@@ -22,7 +22,6 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from extension_cpp import _elf, _loader
-from extension_cpp._build import runs_on
 
 NAMESPACE = "extension_cpp"
 """Of an operator whose declaration names none."""
@@ -174,12 +173,12 @@ def watch_gpus() -> None:
 
 def leave_compiled() -> None:
     """Where a GPU runs none of it, use Triton just in time if it is there, else the reference."""
-    from extension_cpp import _machine
+    from extension_cpp import _build, _machine
 
     architectures, names = compiled()
 
     def is_run_by(gpu: tuple[int, int]) -> bool:
-        code, ptx = runs_on(architectures, gpu)
+        code, ptx = _build.runs_on(architectures, gpu)
         # A driver compiles no PTX of a newer CUDA than its own.
         return code or (ptx and (_machine.driver_version() or 0) >= _elf.built_for(_loader.libraries["_C_cuda"])[0])
 

@@ -38,7 +38,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from extension_cpp.ops import _backends, _sharding
+from extension_cpp.ops import _backends
 from extension_cpp.ops._backends import fail
 
 
@@ -316,6 +316,8 @@ class Once(torch.autograd.Function):
 
 def _derivative_of_reference(operator: Any, *args: Any) -> Any:
     """The gradients that autograd has of the reference, differentiable themselves."""
+    from extension_cpp.ops import _sharding
+
     if not _sharding.is_sharded(args):
         return _differentiate_reference(operator, *args)
     try:

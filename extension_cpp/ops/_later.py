@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_waiting: dict[str, list[Callable[[Any], None]]] = {}
+_waiting: dict[str, list[Callable[[Any], Any]]] = {}
 
 
-def when_imported(name: str, run: Callable[[Any], None]) -> None:
+def when_imported(name: str, run: Callable[[Any], Any]) -> None:
     """Call `run` with the module of that name, now or right after it is imported."""
     if module := sys.modules.get(name):
         run(module)

@@ -15,10 +15,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import inspect
 import linecache
 import marshal
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +50,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from extension_cpp import _loader
-from extension_cpp.ops import _backends, _derivatives, _sharding
+from extension_cpp.ops import _backends, _derivatives
 from extension_cpp.ops._backends import NAMESPACE, fail
 from extension_cpp.ops._later import when_imported
 
@@ -98,6 +100,24 @@ _HELPERS = {
 # Where a plain call of an operator passes in the dispatcher, before its kernel and there.
 _PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
+
+
+_DEFAULT = "_default_"
+
+
+@cache
+def _maker(file: str, head: str, body: str, *names: str) -> Callable:
+    """What makes a function of this text; its closure has the names, as torch.compile can guard those.
+
+    All of them, whatever the body uses: the code of a function can only be replaced by one with the same closure.
+    """
+    name, used = head.partition("(")[0], ", ".join(n for n in names if not n.startswith(_DEFAULT))
+    body = textwrap.indent(f"{body}\n{used}  # Which is not reached.", " " * 8)
+    source = f"def make({', '.join(names)}):\n    def {head}:\n{body}\n    return {name}"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file
+    made: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, file, "exec"), made)
+    return made["make"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)  # What else dataclasses make takes milliseconds of each import.
@@ -213,6 +233,7 @@ class Operator:
         self.unchanged = [-1]
         self.looked_for_vmap = -1, False
         self.function = self._make_function()
+        when_imported("torch._dynamo", lambda module: self.write_out())
         when_imported("torch.utils.flop_counter", self._count_operations)
         if declared.fused:
             when_imported("torch._inductor.lowering", self._fuse)
@@ -405,7 +426,30 @@ class Operator:
     # The public function.
 
     def _make_function(self) -> Any:
-        """A function with the parameters of the reference: the quick way, for plain calls, and else the general one.
+        """A function with the parameters of the reference. Its code is written out at its first call, or once torch.compile
+        is imported, which reads it: no import compiles what is not called.
+        """
+        self.scope = {**_HELPERS, "_kernel": self.kernel, "_general": self._make_general(), "_operator": self}
+        self.scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_below_autograd": self._below_autograd}
+        self.scope |= {"_exact": self.exact, "_is_small": self.is_small, "_filled": self.declared.filled}
+        first = "return _operator.write_out()(*args, **kwargs)"
+        function: Any = _maker("<extension_cpp>", "function(*args, **kwargs)", first, *self.scope)(**self.scope)
+        function.__name__ = function.__qualname__ = self.name
+        function.__doc__ = self.reference.__doc__
+        function.__module__ = self.reference.__module__
+        function.__annotations__ = {
+            k: v for k, v in self.reference.__annotations__.items() if k not in self.declared.filled
+        }
+        function.__wrapped__ = self.reference  # Which has the parameters.
+        if self.declared.filled:
+            signature = inspect.signature(self.reference)
+            given = [p for name, p in signature.parameters.items() if name not in self.declared.filled]
+            function.__signature__ = signature.replace(parameters=given)
+        function.operator = self
+        return function
+
+    def write_out(self) -> Any:
+        """Give the public function its code: the quick way, for plain calls, and else the general one.
 
         The quick way is written out for its arguments, as every call pays for it: no transform, mode, subclass or compiler
         takes part, nothing needs a derivative, and no user has registered a kernel for the operator. It leads to
@@ -417,13 +461,12 @@ class Operator:
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
             type_name = self.types[i]
             if name in self.declared.filled:
-                arguments.append(f"_fill_{name}({self.names[0]})")
+                arguments.append(f"_filled['{name}']({self.names[0]})")
                 unwrapped.append(arguments[-1])
-                defaults[f"_fill_{name}"] = self.declared.filled[name]
                 continue
-            parameters.append(f"{name}=_default_{name}" if argument.has_default_value() else name)
+            parameters.append(f"{name}={_DEFAULT}{name}" if argument.has_default_value() else name)
             if argument.has_default_value():
-                defaults[f"_default_{name}"] = self.defaults[i]
+                defaults[f"{_DEFAULT}{name}"] = self.defaults[i]
             arguments.append(name)
             unwrapped.append(name)
             if i in self.tensors:
@@ -460,40 +503,23 @@ class Operator:
         if not self.written:
             way.insert(0, "modes = _dispatch_modes()")
         quick = [
-            f"        if {' and '.join(plain)} and not ({' or '.join(others)}):",
-            "            try:",
-            *(f"                {line}" for line in way),
-            "            except (RuntimeError, MemoryError) as error:",
-            "                raise _operator.explain(error) from error.__cause__",
+            f"if {' and '.join(plain)} and not ({' or '.join(others)}):",
+            "    try:",
+            *(f"        {line}" for line in way),
+            "    except (RuntimeError, MemoryError) as error:",
+            "        raise _operator.explain(error) from error.__cause__",
         ]
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             quick = []
-        scope = {**_HELPERS, **defaults, "_kernel": self.kernel, "_general": self._make_general()}
-        scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_operator": self}
-        scope |= {"_exact": self.exact, "_is_small": self.is_small, "_below_autograd": self._below_autograd}
-        # Helpers are variables of a closure, which torch.compile can guard.
-        source = "\n".join(
-            [
-                f"def make({', '.join(scope)}):",
-                f"    def {self.name}({', '.join(parameters)}):",
-                *quick,
-                f"        return _general({', '.join(arguments)})",
-                f"    return {self.name}",
-            ]
-        )
-        file = f"<{self.qualified}>"
-        linecache.cache[file] = len(source), None, source.splitlines(True), file
-        made: dict[str, Any] = {"__name__": __name__}
-        exec(compile(source, file, "exec"), made)
-        function = made["make"](**scope)
-        function.__qualname__ = self.name
-        function.__doc__ = self.reference.__doc__
-        function.__module__ = self.reference.__module__
-        function.__annotations__ = {
-            k: v for k, v in self.reference.__annotations__.items() if k not in self.declared.filled
-        }
-        function.operator = self
-        return function
+        body = "\n".join([*quick, f"return _general({', '.join(arguments)})"])
+        head = f"{self.name}({', '.join(parameters)})"
+        made = _maker(f"<{self.qualified}>", head, body, *self.scope, *defaults)(**self.scope, **defaults)
+        # The code last: another thread may call the function meanwhile.
+        self.function.__defaults__ = made.__defaults__
+        self.function.__code__ = made.__code__
+        vars(self.function).pop("__wrapped__", None)
+        vars(self.function).pop("__signature__", None)
+        return self.function
 
     def _make_general(self) -> Callable:
         packet, default, kernel, tensors = self.packet, self.default, self.kernel, self.tensors
@@ -674,6 +700,8 @@ class Operator:
         name = overload._name.removesuffix(".default")
 
         def fake(*args: Any) -> Any:
+            from extension_cpp.ops import _sharding
+
             _sharding.register(self, overload)
             try:
                 result = self.fake(*args)

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "extension_cpp"
 FLOORS = [
     ["_C", "_elf", "_machine", "_build", "_version", "_pyinstaller", "_pyinstaller.*"],
     ["_loader"],
-    ["jit", "ops", "ops.*", "triton", "triton.*"],
+    ["jit", "_jit", "ops", "ops.*", "triton", "triton.*"],
     ["nn", "nn.*", "doctor", "doctor.*", "compat", "compat.*", "_features"],
     ["__init__", "__main__", "doctor._probe", "testing"],  # The doctor starts its probe; tests use the whole package.
 ]

@@ -12,7 +12,7 @@ import torch
 from clones import lean
 
 import extension_cpp
-from extension_cpp import _loader, jit
+from extension_cpp import _jit, _loader, jit
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "jit"
@@ -224,11 +224,11 @@ one\(Tensr x\) -> Tensor
 def test_kernels_without_an_operator(monkeypatch):
     """PyTorch takes a kernel under any name, and no call would reach it."""
     with torch.library._scoped_library("jit_errors", "IMPL") as library:
-        monkeypatch.setattr(jit, "load_once", lambda path: library.impl("saem", lambda x: x, "CPU"))
+        monkeypatch.setattr(_jit, "load_once", lambda path: library.impl("saem", lambda x: x, "CPU"))
         monkeypatch.setattr(_loader, "registration_errors", lambda path: "")
         said = rf"{torch.library.__file__} registers kernels for jit_errors::saem, and no library has a schema of that name"
         with pytest.raises(jit.BuildError, match=re.escape(said)):
-            jit.load_all([Path("same.so")])
+            _jit.load_all([Path("same.so")])
 
 
 @pytest.mark.parametrize(("mode", "below"), [(0o777, "cache"), (0o777, "cache/made"), (0o1777, "cache")])
@@ -236,12 +236,12 @@ def test_cache_that_others_can_write(mode, below, tmp_path):
     """What lies there is loaded as it is. A folder like /tmp is right as long as the one in it is the user's."""
     folder = tmp_path / "cache" / "made"
     folder.mkdir(parents=True)
-    jit.refuse_writable_by_others(folder)
+    _jit.refuse_writable_by_others(folder)
     (tmp_path / below).chmod(mode)
     if mode == 0o1777:
-        return jit.refuse_writable_by_others(folder)
+        return _jit.refuse_writable_by_others(folder)
     with pytest.raises(jit.BuildError, match=f"another user can write into {tmp_path / below}"):
-        jit.refuse_writable_by_others(folder)
+        _jit.refuse_writable_by_others(folder)
 
 
 def test_cache_of_another_user(tmp_path, monkeypatch):
@@ -253,7 +253,7 @@ def test_cache_of_another_user(tmp_path, monkeypatch):
     else:
         monkeypatch.setattr(os, "getuid", lambda: user)
     with pytest.raises(jit.BuildError, match="another user can write into"):
-        jit.refuse_writable_by_others(folder)
+        _jit.refuse_writable_by_others(folder)
 
 
 def test_two_processes_at_once(tmp_path):

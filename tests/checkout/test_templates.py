@@ -581,21 +581,23 @@ def declared(library, shape: str):
     source = next(text for path, text in files.items() if path.parent.name == "ops")
     made: dict = {"__name__": f"extension_cpp.ops.{name}"}
     exec(compile(source, f"{name}.py", "exec", dont_inherit=True), made)
-    return made[name]
+    return made[name].operator.write_out()
 
 
 def without_exact(function: Any) -> Any:
     """As if its declaration had no exact=, which adds what comes after the call of the kernel."""
     operator = copy(function.operator)
     operator.declared = replace(operator.declared, exact=False)
-    return operator._make_function()
+    operator.function = operator._make_function()
+    return operator.write_out()
 
 
 def as_if_it_wrote(function: Any) -> Any:
     """Into its first argument."""
     operator = copy(function.operator)
     operator.written, operator.differentiable = [0], False
-    return operator._make_function()
+    operator.function = operator._make_function()
+    return operator.write_out()
 
 
 @pytest.mark.parametrize("shape", op.SHAPES)
