@@ -21,7 +21,7 @@ endif
 RUN := $(BIN)/python
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: test test-all test-packages fuzz features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lock lint format clean
+.PHONY: test test-all test-builds fuzz features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lock lint format clean
 
 .venv/.ready: pyproject.toml locked/tools.txt
 	@echo "making .venv, of PyTorch and the tools: usually two minutes"
@@ -60,18 +60,18 @@ define lint-and-test
 endef
 
 test:
-	@echo "make test: compiles, lints and tests; usually seven minutes on two cores, and two more to make .venv first"
-	$(call lint-and-test,not packages and not long)
+	@echo "make test: compiles, lints and tests; usually four minutes on two cores, and one more to make .venv first"
+	$(call lint-and-test,not packages and not builds and not long)
 
 # Also what takes minutes and rarely breaks alone; .github/workflows/long.yml runs it every week.
 test-all:
 	@echo "make test-all: compiles, lints and tests; usually half an hour on two cores"
 	$(call lint-and-test,not packages or long)
 
-# Of what `make package VARIANT=all` makes, beyond the tests that the packages carry.
-test-packages: build
+# What must hold of the packages, beyond the tests that they carry, and of wheels, distributions and what jit compiles.
+test-builds: build
 	$(MAKE) package VARIANT=all
-	$(PYTEST) -m "packages and not long" tests/checkout
+	$(PYTEST) -m "(packages or builds) and not long" tests/checkout
 
 # Calls with arguments that nobody thought of, to every operator, compiled with sanitizers in build/asan, for a minute or
 # SECONDS of them. FUZZ has options: tests/fuzz.py --help. tests/test_fuzz.py is the short form, without sanitizers.

@@ -103,6 +103,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: for what rarely breaks alone; `make test-all` runs it too")
+    config.addinivalue_line("markers", "builds: for what builds this repository anew; `make test-builds` runs it")
     config.addinivalue_line("markers", "quick: what --quick keeps of test_doctor.py")
     config.addinivalue_line(
         "markers", "slow: seconds for what doesn't depend on how the package was built; not of --quick"

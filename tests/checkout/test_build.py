@@ -66,6 +66,7 @@ def without_nvcc() -> str:
     return os.pathsep.join(folder for folder in folders if not (Path(folder) / "nvcc").exists())
 
 
+@pytest.mark.builds
 def test_incremental(checkout):
     """A second build compiles nothing; one header recompiles what includes it, in parallel; CPU only says so."""
     first = build(checkout, **QUICK, MAX_JOBS="2")
@@ -82,6 +83,7 @@ def test_incremental(checkout):
     assert "add_one.cpp.o" in third.stdout and "module.cpp.o" not in third.stdout
 
 
+@pytest.mark.builds
 def test_an_old_library_is_named(checkout):
     """pytest alone compiles nothing: it names sources with other contents than those that were compiled."""
 
@@ -213,6 +215,7 @@ def test_compiler_errors_are_shown_as_they_are(checkout):
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
+@pytest.mark.builds
 def test_cuda_architectures_and_wheels(cuda):
     """The list of architectures is honoured, and a wheel for CPU made after one for CUDA has no CUDA in it."""
     ninja = next((cuda / "build").rglob("build.ninja")).read_text()
@@ -262,6 +265,7 @@ pytest.main(["-q", "-p", "no:cacheprovider", {str(ROOT / "tests" / "test_librari
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
+@pytest.mark.builds
 def test_architectures_are_audited(cuda):
     """One that is declared without being there, and one that is there without being declared."""
     library = cuda / "extension_cpp" / "_C_cuda.so"
@@ -333,6 +337,7 @@ WARNINGS = {
 
 @pytest.mark.parametrize("source", sorted(SOURCES))
 @pytest.mark.parametrize("compiler", WARNINGS)
+@pytest.mark.builds
 def test_no_warnings(compiler, source, tmp_path, monkeypatch):
     """Not of more either than a build asks for, as of a conversion that loses a part of the value."""
     if not shutil.which(compiler):

@@ -53,6 +53,7 @@ def run(script: Path, cache: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("name", ["load_cpp.py", "load_cuda.py"])
+@pytest.mark.builds
 def test_examples(name, cache):
     done = run(EXAMPLES / name, cache)
     assert done.returncode == 0 and SCALED in done.stdout, done.stdout + done.stderr
@@ -60,6 +61,7 @@ def test_examples(name, cache):
         assert f"kernels for CPU{' and CUDA' if torch.version.cuda else ''}" in done.stdout
 
 
+@pytest.mark.builds
 def test_example_that_is_declared(cache):
     """What is derived from a declaration, and the contract, are those of the operator's own namespace."""
     done = run(EXAMPLES / "scale.py", cache)
@@ -93,6 +95,7 @@ print(extension_cpp._loader.libraries["_C"], extension_cpp.load_errors, *started
 """
 
 
+@pytest.mark.builds
 def test_a_checkout_that_was_not_compiled(sources, cache):
     """Imports, says what to do where an operator is asked for, and compiles what has changed and nothing else."""
     said = python("import extension_cpp\nextension_cpp.my_op", cache, sources).stderr
@@ -162,6 +165,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.builds
 def test_compiler_with_a_static_standard_library(cache, tmp_path):
     """Its symbols don't mix with those of PyTorch's copy, in which streams lose what follows, or crash."""
     compiler = tmp_path / "c++"
@@ -256,6 +260,7 @@ def test_cache_of_another_user(tmp_path, monkeypatch):
         _jit.refuse_writable_by_others(folder)
 
 
+@pytest.mark.builds
 def test_two_processes_at_once(tmp_path):
     """One compiles, the other waits for it and loads the same."""
     code = f"{WITHOUT_EDITABLE}\nsys.path.insert(0, {str(ROOT)!r})\nexec(open('load_cpp.py').read())"
@@ -267,6 +272,7 @@ def test_two_processes_at_once(tmp_path):
     assert sorted(err.count("compiled scale.cpp") for _, err in said) == [0, 1], said
 
 
+@pytest.mark.builds
 def test_changed_after_it_was_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", environment(tmp_path)["PATH"])

@@ -138,6 +138,7 @@ def checkout(original, tmp_path_factory) -> Checkout:
 
 
 class TestDistribution:
+    @pytest.mark.builds
     def test_nothing_of_the_original(self, checkout):
         """Neither its name nor its operators."""
         ops = "|".join(path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py"))
@@ -175,6 +176,7 @@ class TestDistribution:
         assert there - here == left_out and here - there == {".copier-answers.yml"}
 
     @pytest.mark.parametrize("name", ["a_distribution_of_20", pytest.param("ops", marks=pytest.mark.long)])
+    @pytest.mark.builds
     def test_style_whatever_the_name(self, original, tmp_path, name):
         """With an operator of each shape and kind."""
         made = generate(original, tmp_path / name, name)
@@ -489,6 +491,7 @@ class TestRemove:
             said = checkout.run("templates.op", "remove", name, fails=True)
             assert f"NAME must be that of an operator's files, got {name!r}" in said
 
+    @pytest.mark.builds
     def test_no_trace_is_left(self, checkout):
         """Not of results and pictures either."""
         results = checkout.path / "benchmarks" / "results"
@@ -541,6 +544,7 @@ def test_choices():
 @pytest.mark.parametrize(
     "shape", [pytest.param(s, marks=[pytest.mark.long] * (s != "data-dependent")) for s in op.SHAPES]
 )
+@pytest.mark.builds
 def test_compiles_for_cuda(shape, tmp_path):
     """The kernels too that have a .cu of their own, which a machine without a GPU compiles for packages only."""
     folder = tmp_path / "csrc"
