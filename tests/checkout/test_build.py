@@ -293,6 +293,7 @@ extern "C" __attribute__((visibility("default"))) const char* explain(int error)
 """
 
 
+@pytest.mark.builds
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
 def test_errors_of_a_launch(cuda):
     """A GPU that the package has no kernel for, a driver that is too old: the cause and the command that fixes it."""

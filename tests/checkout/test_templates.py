@@ -137,8 +137,8 @@ def checkout(original, tmp_path_factory) -> Checkout:
     return made
 
 
+@pytest.mark.builds
 class TestDistribution:
-    @pytest.mark.builds
     def test_nothing_of_the_original(self, checkout):
         """Neither its name nor its operators."""
         ops = "|".join(path.stem for path in ROOT.glob("extension_cpp/ops/[!_]*.py"))
@@ -176,7 +176,6 @@ class TestDistribution:
         assert there - here == left_out and here - there == {".copier-answers.yml"}
 
     @pytest.mark.parametrize("name", ["a_distribution_of_20", pytest.param("ops", marks=pytest.mark.long)])
-    @pytest.mark.builds
     def test_style_whatever_the_name(self, original, tmp_path, name):
         """With an operator of each shape and kind."""
         made = generate(original, tmp_path / name, name)
