@@ -24,7 +24,7 @@ TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 .PHONY: test test-all test-builds fuzz features selection op check op-rename op-remove new-distribution package wheel env bench bench-check tune report matrix lock lint format clean
 
 .venv/.ready: pyproject.toml locked/tools.txt
-	@echo "making .venv, of PyTorch and the tools: usually two minutes"
+	@echo "making .venv, of PyTorch and the tools: usually one minute"
 	$(PYTHON) -m venv .venv
 ifeq ($(LOCKED),0)
 	$(RUN) -m pip install $(QUIET) --upgrade "pip>=25.1"
