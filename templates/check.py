@@ -47,6 +47,7 @@ COMPILER = ("sympy", "torch._dynamo", "torch.export", "torch._inductor.compile_f
 
 def build() -> None:
     """As `make build`, but of CUDA code only what this machine can run."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # As in tests/conftest.py, which comes after PyTorch.
     environment = dict(os.environ)
     if not runpy.run_path(str(ROOT / "extension_cpp" / "_machine.py"))["nvidia"]().gpus:
         environment.setdefault("USE_CUDA", "0")
@@ -143,7 +144,9 @@ def contract(test: str, name: str, compiled: bool, running: Running) -> int:
 
 
 def measure(name: str, stem: str) -> None:
-    """The short form, of the family if the operator has none; without the machine's limits, which take long to measure."""
+    """The short form, of the family if the operator has none; without the machine's limits, and on inputs that stay in the
+    CPU's caches: to measure those, and to turn through more memory than these, takes longer than all else.
+    """
     from rich.console import Console
 
     from benchmarks import harness, records
@@ -156,8 +159,7 @@ def measure(name: str, stem: str) -> None:
         listed = [*harness.short_form(cases(stem, device))]
         for case in [case for case in listed if case.op == name] or listed:
             try:
-                records_of = harness.measure(replace(case, rounds=min(3, case.rounds)))
-                found += [record | {"bytes": 0, "operations": 0} for record in records_of]
+                found += harness.measure(replace(case, rounds=min(3, case.rounds), bytes=0, operations=0))
             except harness.Unavailable as reason:
                 console.print(f"not measured: {case.op}: {case.name}: {reason}", highlight=False, markup=False)
             except harness.Disagreement as error:

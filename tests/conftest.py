@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import hypothesis
-import pytest
-import torch
+# As many processes as there are cores run tests, and each has as many threads: those that wait must not spin, or all of
+# them wait for each other. OpenMP reads it once, when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Without a GPU Triton's kernels run in its interpreter. Triton and the package must know that when they are imported; the
 # processes that tests start are told nothing of it.
