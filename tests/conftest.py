@@ -11,9 +11,9 @@ from unittest import mock
 # them wait for each other. OpenMP reads it once, when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import hypothesis
+import pytest
+import torch
 
 # Without a GPU Triton's kernels run in its interpreter. Triton and the package must know that when they are imported; the
 # processes that tests start are told nothing of it.

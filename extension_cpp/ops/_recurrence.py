@@ -27,10 +27,15 @@ SLOPES: dict[Callable, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Dual:
-    """A tensor, and its slopes in the variables that it depends on, each elementwise."""
+def _times(a: Any, b: Any) -> Any:
+    """Without an operation for the number 1."""
+    return a if isinstance(b, int) and b == 1 else b if isinstance(a, int) and a == 1 else a * b
 
-    def __init__(self, value: Tensor, slopes: dict[int, Tensor]) -> None:
+
+class Dual:
+    """A tensor, and its slopes in the variables that it depends on, each elementwise; its own is the number 1."""
+
+    def __init__(self, value: Tensor, slopes: dict[int, Any]) -> None:
         self.value, self.slopes = value, slopes
 
     @classmethod
@@ -44,9 +49,9 @@ class Dual:
 
     def chain(self, value: Tensor, slope: Any, other: Dual | None = None, of_other: Any = None) -> Dual:
         """The function of this, and of another, that has this value and these slopes in both."""
-        slopes = {k: s * slope for k, s in self.slopes.items()}
+        slopes = {k: _times(s, slope) for k, s in self.slopes.items()}
         for k, s in other.slopes.items() if other else ():
-            slopes[k] = slopes[k] + s * of_other if k in slopes else s * of_other
+            slopes[k] = slopes[k] + _times(s, of_other) if k in slopes else _times(s, of_other)
         return Dual(value, slopes)
 
     def __add__(self, other: Any) -> Dual:
@@ -70,10 +75,11 @@ class Dual:
         return self.chain(-self.value, -1)
 
     def __sub__(self, other: Any) -> Dual:
-        return self + -other
+        b = other if isinstance(other, Dual) else Dual(other, {})
+        return self.chain(self.value - b.value, 1, b, -1)
 
     def __rsub__(self, other: Any) -> Dual:
-        return -self + other
+        return self.chain(other - self.value, -1)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -118,9 +124,9 @@ def recurrence_backward(
     """The gradients of inputs, weights and initial states for those of the results of `recurrence`."""
     before = [torch.cat([state[:, None], y], 1)[:, :-1] for state, y in zip(initial, results)]
     variables = _widen([*before, *inputs, *(w.expand_as(inputs[0]) for w in weights)])
-    one, zero = torch.ones_like(variables[0]), torch.zeros_like(variables[0])
-    after = _states(cell(*(Dual(t, {k: one}) for k, t in enumerate(variables))))
-    slopes = [[each.slopes.get(k, zero) for k in range(len(variables))] for each in after]
+    after = _states(cell(*(Dual(t, {k: 1}) for k, t in enumerate(variables))))
+    slopes = [[each.slopes.get(k, 0) for k in range(len(variables))] for each in after]
+    slopes = [[s if isinstance(s, Tensor) else torch.full_like(variables[0], s) for s in each] for each in slopes]
 
     carried = [torch.zeros_like(s) for s in _widen(initial)]
     totals: list[list[Tensor]] = [[] for _ in initial]
