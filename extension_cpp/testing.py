@@ -1230,13 +1230,18 @@ class Contract:
             """under jvp"""
             return torch.func.jvp(of_tensors(function, args, at), primals, tangents)
 
+        def over_reverse(function: Callable) -> Any:
+            """under jvp of vjp"""
+            call = of_tensors(function, args, at)
+            return torch.func.jvp(lambda *ts: torch.func.vjp(call, *ts)[0], primals, tangents)
+
         def dual(function: Callable) -> Any:
             """on dual tensors"""
             with forward_ad.dual_level():
                 duals = [*map(forward_ad.make_dual, primals, tangents)]
                 return [tuple(forward_ad.unpack_dual(t)) for t in tensors(of_tensors(function, args, at)(*duals))]
 
-        return [plain, functional, recorded, jvp, dual]
+        return [plain, functional, recorded, jvp, over_reverse, dual]
 
     def test_user_kernels_in_cpp(self, device):
         """What a library of C++ registers is called too, by both. torch.library knows nothing of it."""

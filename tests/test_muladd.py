@@ -368,6 +368,25 @@ class TestEverywhere:
             assert torch.equal(got[-1, -5:], tall[-1, -5:] * tall[0, -5:])
 
 
+@pytest.mark.parametrize("function", [extension_cpp.mymuladd, torch.ops.extension_cpp.mymuladd])
+def test_derivatives_of_a_users_kernel(function):
+    """Its values, and the derivatives of the operator at these values, also of second order."""
+    a, b = torch.randn(2, 3, dtype=torch.float64)
+
+    def squares(a: Tensor) -> Tensor:
+        return function(a, b, 2.0).square().sum()
+
+    with warnings.catch_warnings(), torch.library._scoped_library("extension_cpp", "IMPL") as library:
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl("mymuladd", lambda a, b, c: a * 0 + 7, "CPU", allow_override=True)
+        gradient, tangent = torch.func.jvp(torch.func.grad(squares), (a,), (torch.ones_like(a),))
+        torch.testing.assert_close(gradient, 14 * b)
+        torch.testing.assert_close(tangent, 2 * b * b)
+        torch.testing.assert_close(torch.func.hessian(squares)(a), torch.diag(2 * b * b))
+        batched = torch.vmap(lambda a: torch.func.jvp(torch.func.grad(squares), (a,), (b,)))(a.repeat(2, 1))
+        torch.testing.assert_close(batched, ((14 * b).repeat(2, 1), (2 * b**3).repeat(2, 1)))
+
+
 @pytest.mark.slow
 def test_what_inductor_keeps_on_disk_is_not_used_for_another_kernel():
     def call(a: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch._C._functorch import (
     unwrap_if_dead,
 )
 from torch._functorch.autograd_function import VmapInfo
-from torch._functorch.pyfunctorch import FunctionalizeInterpreter, JvpInterpreter, VmapInterpreter
+from torch._functorch.pyfunctorch import FunctionalizeInterpreter, GradInterpreter, JvpInterpreter, VmapInterpreter
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
@@ -82,7 +82,7 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
                 return _functional(overload, FunctionalizeInterpreter(stack[-1]), operator.all_arguments(args))
             by_reference = operator.written or (operator.differentiable and operator.backward is None)
             if by_reference or not {layer.key() for layer in stack} <= _VMAP_AND_GRAD:
-                return operator.checked(*args)
+                return _reference(operator, overload, stack[-1], args)
             return derivative().apply(*operator.all_arguments(args))
         except RuntimeError as error:
             if type(error) not in (RuntimeError, NotImplementedError) or str(error).startswith(f"{operator.name}: "):
@@ -107,17 +107,33 @@ def _functional(overload: Any, layer: Any, args: Sequence[Any]) -> Any:
     return _map_results(lambda t: _wrap_functional_tensor(t, layer.level()), results)
 
 
+def _below(overload: Any, layer: Any, *args: Any) -> Any:
+    """A call of the layer below one of torch.func.jvp or grad, without their derivative."""
+    level = layer.level()
+    given = [_unwrap_for_grad(arg, level) if isinstance(arg, Tensor) else arg for arg in args]
+    with layer.lower():
+        results = overload(*given)
+    return _map_results(lambda t: _wrap_for_grad(t, level), results)
+
+
 def _jvp(operator: Any, overload: Any, layer: Any, args: Sequence[Any]) -> Any:
     """A call under torch.func.jvp, of the layer below for its values."""
-    level = layer.level()
+    return _forward_mode(operator, overload, args, partial(_below, overload, layer))
 
-    def below(*args: Any) -> Any:
-        given = [_unwrap_for_grad(arg, level) if isinstance(arg, Tensor) else arg for arg in args]
-        with layer.lower():
-            results = overload(*given)
-        return _map_results(lambda t: _wrap_for_grad(t, level), results)
 
-    return _forward_mode(operator, overload, args, below)
+def _reference(operator: Any, overload: Any, top: Any, args: Sequence[Any]) -> Any:
+    """The reference, whose operators have each derivative; its values too, unless a user has registered a kernel."""
+    results = operator.checked(*args)
+    if top.key() != TransformType.Grad or overload is not operator.default or operator.uses_only_ours():
+        return results
+    values = _below(overload, GradInterpreter(top), *args)
+    values = iter([values] if isinstance(values, Tensor) else values)
+
+    def with_value(result: Tensor) -> Tensor:
+        value = next(values)
+        return OfValue.apply(result, value) if result.is_floating_point() else value
+
+    return _map_results(with_value, results)
 
 
 def _forward_mode(operator: Any, overload: Any, args: Sequence[Any], values: Callable) -> Any:
@@ -294,6 +310,27 @@ def make_function(operator: Any, overload: Any, backend: str | None, plain: Call
     # The name in a profile, and of grad_fn.
     Derivative._backward_cls.__name__ = f"{operator.name}Backward"
     return Derivative
+
+
+class OfValue(torch.autograd.Function):
+    """The derivatives of a result, with another value."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(result: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_result: Tensor, of_value: Tensor) -> Tensor:
+        return of_result.clone()
 
 
 class Once(torch.autograd.Function):
