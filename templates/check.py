@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -112,8 +113,10 @@ class Only:
         items[:] = filter(self.keeps, items)
 
 
-def contract(test: str, name: str, compiled: bool, running: Running) -> int:
-    """Run the checks: what traces the operator in another process, which shows its results after those of this one."""
+def contract(test: str, name: str, compiled: bool, running: Running, measure: Callable[[], str]) -> int:
+    """Run the checks: what traces the operator in another process, which shows its results after those of this one. As it
+    takes longer, this one measures meanwhile; a core stays free for that, as a case of the short form has one thread.
+    """
     import pytest
 
     def run(traced: bool, running: Running) -> int:
@@ -121,7 +124,7 @@ def contract(test: str, name: str, compiled: bool, running: Running) -> int:
         return int(pytest.main([*options, test], plugins=[Only(name, compiled, traced, running)]))
 
     running.note(f"the import of {test}")
-    elsewhere = Running()
+    elsewhere, measured = Running(), ""
 
     with TemporaryFile("w+") as said:
         sys.stdout.flush()
@@ -131,8 +134,12 @@ def contract(test: str, name: str, compiled: bool, running: Running) -> int:
             status = run(True, elsewhere)
             sys.stdout.flush()
             os._exit(status)
-        status = run(False, running)
-        other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        try:
+            if not (status := run(False, running)):
+                running.note(f"the benchmark of {name}")
+                measured = measure()
+        finally:
+            other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said.seek(0)
         if not status:  # Else the other one failed too, for the same reason or one that follows from it.
             print(said.read(), end="", flush=True)
@@ -140,12 +147,14 @@ def contract(test: str, name: str, compiled: bool, running: Running) -> int:
         sys.exit(elsewhere.crash(name, other))
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         sys.exit(f"templates.check: {test} has no contract of {name}: a subclass of Contract with its Case")
+    if not (status or other):
+        print(measured, end="", flush=True)
     return status or other
 
 
-def measure(name: str, stem: str) -> None:
-    """The short form, of the family if the operator has none; without the machine's limits, and on inputs that stay in the
-    CPU's caches: to measure those, and to turn through more memory than these, takes longer than all else.
+def measure(name: str, stem: str) -> str:
+    """The table of the short form, of the family if the operator has none; without the machine's limits, and on inputs that
+    stay in the CPU's caches: to measure those, and to turn through more memory than these, takes longer than all else.
     """
     from rich.console import Console
 
@@ -154,6 +163,7 @@ def measure(name: str, stem: str) -> None:
     from benchmarks.report import words
 
     console = Console(width=None if Console().is_terminal else 150)
+    console.begin_capture()
     for device in devices():
         found: list[dict] = []
         listed = [*harness.short_form(cases(stem, device))]
@@ -169,16 +179,15 @@ def measure(name: str, stem: str) -> None:
                 sys.exit(f"templates.check: {what}; correct its arguments if you changed the schema")
         if found:
             console.print(words.table(records.Results(records.header(stem, device, records.commit(), {}), found)))
+    return console.end_capture()
 
 
 def main(name: str, compiled: bool, running: Running) -> None:
     stem = stem_of(name)
     build()
     test = f"tests/test_{stem}.py"
-    if status := contract(test, name, compiled, running):
+    if status := contract(test, name, compiled, running, lambda: measure(name, stem)):
         sys.exit(status)
-    running.note(f"its benchmark, benchmarks/bench_{stem}.py")
-    measure(name, stem)
     left = "" if compiled else f"torch.compile and torch.export too: make check NAME={name} ALL=1; "
     print(f"checked in two dtypes; {left}every dtype: {sys.executable} -m pytest {test}; everything: make test")
 

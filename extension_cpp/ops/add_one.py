@@ -24,8 +24,8 @@ def add_one(input: Tensor) -> Tensor:
         input: any shape; float16, bfloat16, float32 or float64; any strides.
 
     Returns:
-        A tensor of the shape and dtype of `input`, with the strides that ``input + 1`` would have. float16 and bfloat16 are
-        computed in float32 and rounded once.
+        A tensor of the shape and dtype of `input`, with the strides that ``input + 1`` would have, except those of dimensions
+        of size 1. float16 and bfloat16 are computed in float32 and rounded once.
 
     Differentiable any number of times, backward and forward.
 
