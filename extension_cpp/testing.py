@@ -77,22 +77,17 @@ OF_THE_COMPILER = {
 }
 """Checks that trace and compile. They take several times as long as all others."""
 IMPORTS_THE_COMPILER = {
-    "test_autocast",
     "test_deterministic",
     "test_dispatch_modes",
-    "test_errors",
     "test_fake_kernel",
     "test_forward_mode",
-    "test_gradcheck",
-    "test_gradients_of_reference",
     "test_profile",
-    "test_traced",
     "test_transforms",
     "test_user_kernels",
     "test_user_vmap",
     "test_wrong_arguments",
 }
-"""Other checks for which PyTorch imports its compiler, or DTensor."""
+"""Other checks for which PyTorch imports its compiler."""
 
 Args = tuple[Any, ...]
 
