@@ -124,7 +124,7 @@ def contract(test: str, name: str, compiled: bool, running: Running, measure: Ca
         return int(pytest.main([*options, test], plugins=[Only(name, compiled, traced, running)]))
 
     running.note(f"the import of {test}")
-    elsewhere, measured = Running(), ""
+    elsewhere, measured, stopped = Running(), "", None
 
     with TemporaryFile("w+") as said:
         sys.stdout.flush()
@@ -138,6 +138,8 @@ def contract(test: str, name: str, compiled: bool, running: Running, measure: Ca
             if not (status := run(False, running)):
                 running.note(f"the benchmark of {name}")
                 measured = measure()
+        except SystemExit as error:  # Of the benchmark, which may follow from what the other process finds.
+            stopped = error
         finally:
             other = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said.seek(0)
@@ -147,6 +149,8 @@ def contract(test: str, name: str, compiled: bool, running: Running, measure: Ca
         sys.exit(elsewhere.crash(name, other))
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         sys.exit(f"templates.check: {test} has no contract of {name}: a subclass of Contract with its Case")
+    if stopped and not other:
+        raise stopped
     if not (status or other):
         print(measured, end="", flush=True)
     return status or other
