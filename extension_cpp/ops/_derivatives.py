@@ -6,6 +6,8 @@ to: PyTorch knows how to take it through every transform. Forward mode takes the
 
 from __future__ import annotations
 
+import linecache
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from types import new_class
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor
 from torch._C import (
     _any_requires_grad,
+    _are_functorch_transforms_active,
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
+    _len_torch_dispatch_stack,
 )
 from torch._C._functorch import (
     TransformType,
@@ -41,6 +45,23 @@ from torch.compiler import is_dynamo_compiling
 from extension_cpp.ops import _backends
 from extension_cpp.ops._backends import fail
 
+DEFAULT = "_default_"  # Which names in a closure begin with, that are defaults of parameters.
+
+
+@cache
+def maker(file: str, head: str, body: str, *names: str) -> Callable:
+    """What makes a function of this text; its closure has the names, as torch.compile can guard those.
+
+    All of them, whatever the body uses: the code of a function can only be replaced by one with the same closure.
+    """
+    name, used = head.partition("(")[0], ", ".join(n for n in names if not n.startswith(DEFAULT))
+    body = textwrap.indent(f"{body}\n{used}  # Which is not reached.", " " * 8)
+    source = f"def make({', '.join(names)}):\n    def {head}:\n{body}\n    return {name}"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file
+    made: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, file, "exec"), made)
+    return made["make"]
+
 
 def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable:
     @cache
@@ -51,6 +72,8 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
         if forward_ad._current_level >= 0 and any(is_dual(arg) for arg in args):
             return _forward_mode(operator, overload, args, lambda *args: overload(*map(primal_of, args)))
         if torch.is_grad_enabled() and _any_requires_grad(*args):
+            if overload is operator.default and not (_are_functorch_transforms_active() or _len_torch_dispatch_stack()):
+                return operator.record(1, *operator.all_arguments(args))
             return derivative().apply(*operator.all_arguments(args))
         try:
             with _AutoDispatchBelowAutograd():
@@ -221,94 +244,110 @@ def make_autocast(operator: Any, overload: Any, device: str) -> Callable:
 
 
 def make_function(operator: Any, overload: Any, backend: str | None, plain: Callable | None = None) -> Any:
-    """The torch.autograd.Function of an overload; with `plain`, which calls it, one that takes no part in transforms."""
+    """The torch.autograd.Function of an overload; with `plain`, which calls it, one that takes no part in transforms.
+
+    Its methods are written out for the operator: on CUDA, backward runs on a thread whose core has little of Python in its
+    caches, and each step of it takes longer there.
+    """
     positions = {name: i for i, name in enumerate(operator.names)}
-    results = len(operator.schema.returns)
+    results = [f"result{i}" for i in range(len(operator.schema.returns))]
     code = operator.backward.__code__ if operator.backward else None
-    wanted = code.co_varnames[results : code.co_argcount] if code else operator.names
-    # What the formula takes after the gradients: from what is saved, from the arguments, or what is needed.
-    kept: list[tuple[str, int, int | None]] = []  # "argument" or "result", its position, and which gradient it is for
-    numbers: list[int] = []  # Positions of the others: the context holds no tensor but what it saves.
-    takes: list[tuple[str, int]] = []
+    wanted = code.co_varnames[len(results) : code.co_argcount] if code else operator.names
+    gradients = operator.differentiable_arguments if operator.differentiable else []
+    arguments = [f"argument{i}" for i in range(len(operator.names))]
+    grads = [f"grad{i}" for i in range(len(results))]
+    # What the formula takes after the gradients: of it the context saves the tensors, and holds the numbers.
+    saved: dict[str, str] = {}
+    numbers, takes = [], []
     for name in wanted:
         if name == "needs":
-            takes.append(("needs", 0))
+            takes.append("needs")
         elif name.removeprefix("result").isdigit() or name == "result":
-            takes.append(("saved", len(kept)))
-            kept.append(("result", int(name.removeprefix("result") or 0), None))
-        elif positions[name] in operator.tensors:
-            takes.append(("saved", len(kept)))
-            other = operator.declared.saved_for.get(name)
-            kept.append(("argument", positions[name], None if other is None else positions[other]))
+            takes.append(f"result{name.removeprefix('result') or 0}")
+            saved[takes[-1]] = takes[-1]
         else:
-            takes.append(("number", len(numbers)))
-            numbers.append(positions[name])
-    formula = _within(backend, operator.backward or partial(_derivative_of_reference, operator))
-    if once := operator.declared.differentiable == "once":
-        formula = torch.no_grad()(formula)
-    gradients = operator.differentiable_arguments if operator.differentiable else []
-    broadcasts, count = operator.signature.broadcasts, len(operator.names)
+            takes.append(arguments[positions[name]])
+            other = operator.declared.saved_for.get(name)
+            if positions[name] not in operator.tensors:
+                numbers.append(takes[-1])
+            else:
+                needed = f" if needs[{positions[other]}] else None" if other else ""
+                saved[takes[-1]] = f"{takes[-1]}{needed}"
+    # Whose gradient may come in another of the shapes that the signature has. Autograd itself sums to that of an argument.
+    patterns = {argument.name: argument.patterns for argument in operator.signature.arguments}
+    shaped = [i for i in gradients if len(of := patterns[operator.names[i]]) > 1 or of[0].pack]
+    shaped = [] if operator.signature.broadcasts else shaped
 
-    def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        outputs = (output,) if results == 1 else output
-        if not operator.differentiable:
-            ctx.mark_non_differentiable(*outputs)
-            return
-        needs = ctx.needs_input_grad
-        if kept:
-            ctx.save_for_backward(
-                *[
-                    (outputs if source == "result" else inputs)[at] if other is None or needs[other] else None
-                    for source, at, other in kept
-                ]
-            )
-        if not broadcasts:  # Else autograd itself sums a gradient to the shape of its argument.
-            ctx.shapes = [None if inputs[i] is None else inputs[i].shape for i in gradients]
+    unpack = f"{', '.join(results)} = results"
+    keep = [unpack, "needs = ctx.needs_input_grad"]
+    if not operator.differentiable:
+        keep.append(f"ctx.mark_non_differentiable({', '.join(results)})")
+    else:
+        if saved:
+            keep.append(f"ctx.save_for_backward({', '.join(saved.values())})")
+        if shaped:
+            shapes = (f"None if {arguments[i]} is None else {arguments[i]}.shape, " for i in shaped)
+            keep.append(f"ctx.shapes = {''.join(shapes)}")
         if numbers:
-            ctx.numbers = [inputs[at] for at in numbers]
+            keep.append(f"ctx.numbers = {', '.join(numbers)},")
+    back = ["needs = ctx.needs_input_grad"]
+    if saved:
+        back.append(f"{', '.join(saved)}, = ctx.saved_tensors")
+    if numbers:
+        back.append(f"{', '.join(numbers)}, = ctx.numbers")
+    back += [
+        f"found = formula({', '.join(grads + takes)})",
+        "if found is None or isinstance(found, Tensor): found = found,",
+        f"if len(found) != {len(gradients)}: refuse(found)",
+    ]
+    if once := operator.declared.differentiable == "once":
+        back.append(f"if is_grad_enabled(): found = once(found, {', '.join(grads + list(saved))})")
+    back += [f"of{i} = found[{n}] if needs[{i}] else None" for n, i in enumerate(gradients)]
+    for n, i in enumerate(shaped):
+        back.append(f"if of{i} is not None and of{i}.shape != ctx.shapes[{n}]: of{i} = of{i}.reshape(ctx.shapes[{n}])")
+    back.append(f"return {', '.join(f'of{i}' if i in gradients else 'None' for i in range(len(arguments)))},")
+
+    def refuse(found: Sequence) -> None:
+        names = ", ".join(operator.names[i] for i in gradients)
+        fail(operator.name, f"backward must return the gradients of {names}, got {len(found)} values")
+
+    def with_no_second(found: Sequence, *others: Any) -> list:
+        given = [t for t in others if isinstance(t, Tensor)]
+        return [None if grad is None else Once.apply(operator.name, grad, *given) for grad in found]
+
+    formula = _within(backend, operator.backward or partial(_derivative_of_reference, operator))
+    scope: dict[str, Any] = {
+        "formula": torch.no_grad()(formula) if once else formula,
+        "once": with_no_second,
+        "refuse": refuse,
+    }
+    scope |= {"Tensor": Tensor, "is_grad_enabled": torch.is_grad_enabled, "plain": plain}
+
+    def written(head: str, *lines: str) -> Callable:
+        return maker(f"<derivative of {operator.qualified}>", head, "\n".join(lines), *scope)(**scope)
 
     def forward(*args: Any) -> Any:
         with _AutoDispatchBelowAutograd():
             return overload(*args)
 
-    def forward_and_keep(ctx: Any, *args: Any) -> Any:
-        result = plain(*args)  # type: ignore[misc]
-        keep(ctx, args, result)
-        return result
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        saved, needs = ctx.saved_tensors if kept else (), ctx.needs_input_grad
-        given = [
-            saved[at] if source == "saved" else ctx.numbers[at] if source == "number" else needs for source, at in takes
-        ]
-        found = formula(*grads, *given)
-        found = (found,) if isinstance(found, Tensor) or found is None else found
-        if once and torch.is_grad_enabled():
-            given = [t for t in (*grads, *given) if isinstance(t, Tensor)]
-            found = [None if grad is None else Once.apply(operator.name, grad, *given) for grad in found]
-        if len(found) != len(gradients):
-            names = ", ".join(operator.names[i] for i in gradients)
-            fail(operator.name, f"backward must return the gradients of {names}, got {len(found)} values")
-        every: list[Any] = [None] * count
-        for i, grad in zip(gradients, found):
-            if needs[i]:
-                every[i] = grad
-        if not broadcasts:
-            for i, shape in zip(gradients, ctx.shapes):
-                if every[i] is not None and every[i].shape != shape:
-                    every[i] = every[i].reshape(shape)
-        return tuple(every)
-
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _within(backend, partial(_vmap, operator, overload))(info, in_dims, *args)
 
-    parts = {"forward": forward_and_keep} if plain else {"forward": forward, "setup_context": keep, "vmap": vmap}
-    body = {name: staticmethod(part) for name, part in {**parts, "backward": backward}.items()}
+    every = ", ".join(arguments)
+    if plain:
+        parts = {"forward": written(f"forward(ctx, {every})", f"results = plain({every})", *keep, "return results")}
+    else:
+        inputs = f"{every}, = inputs"
+        parts = {"forward": forward, "vmap": vmap}
+        parts["setup_context"] = written("setup_context(ctx, inputs, results)", inputs, *keep, "return None")
+    parts["backward"] = written(f"backward(ctx, {', '.join(grads)})", *back)
+    body = {name: staticmethod(part) for name, part in parts.items()}
     Derivative: Any = new_class(
         f"{operator.name}_derivative", (torch.autograd.Function,), {}, lambda it: it.update(body)
     )
     # The name in a profile, and of grad_fn.
     Derivative._backward_cls.__name__ = f"{operator.name}Backward"
+    Derivative._backward_cls.apply = parts["backward"]  # Else PyTorch looks for it in each call.
     return Derivative
 
 

@@ -16,11 +16,9 @@ import ctypes
 import hashlib
 import importlib
 import inspect
-import linecache
 import marshal
 import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,12 +78,26 @@ _data_address = torch._C._data_address  # type: ignore[attr-defined]
 _SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
+def _function_modes_matter() -> bool:
+    """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
+    count = _len_torch_function_stack()
+    return count > 1 or (count == 1 and type(_get_function_stack_at(0)).__module__ != "torch.utils._device")
+
+
+def _without_modes(function: Callable, *args: Any) -> Any:
+    with DisableTorchFunction():
+        return function(*args)
+
+
 _HELPERS = {
+    "_without_modes": _without_modes,
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
     "_compiling": is_dynamo_compiling,
     "_transforms": _are_functorch_transforms_active,
     "_dispatch_modes": _len_torch_dispatch_stack,
     "_function_modes": _len_torch_function_stack,
+    "_function_modes_matter": _function_modes_matter,
+    "_any_requires_grad": _any_requires_grad,
     "_grad_enabled": torch.is_grad_enabled,
     "_forward_ad": forward_ad,
     "_Tensor": Tensor,
@@ -100,24 +112,6 @@ _HELPERS = {
 # Where a plain call of an operator passes in the dispatcher, before its kernel and there.
 _PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
-
-
-_DEFAULT = "_default_"
-
-
-@cache
-def _maker(file: str, head: str, body: str, *names: str) -> Callable:
-    """What makes a function of this text; its closure has the names, as torch.compile can guard those.
-
-    All of them, whatever the body uses: the code of a function can only be replaced by one with the same closure.
-    """
-    name, used = head.partition("(")[0], ", ".join(n for n in names if not n.startswith(_DEFAULT))
-    body = textwrap.indent(f"{body}\n{used}  # Which is not reached.", " " * 8)
-    source = f"def make({', '.join(names)}):\n    def {head}:\n{body}\n    return {name}"
-    linecache.cache[file] = len(source), None, source.splitlines(True), file
-    made: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, file, "exec"), made)
-    return made["make"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)  # What else dataclasses make takes milliseconds of each import.
@@ -433,7 +427,9 @@ class Operator:
         self.scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_below_autograd": self._below_autograd}
         self.scope |= {"_exact": self.exact, "_is_small": self.is_small, "_filled": self.declared.filled}
         first = "return _operator.write_out()(*args, **kwargs)"
-        function: Any = _maker("<extension_cpp>", "function(*args, **kwargs)", first, *self.scope)(**self.scope)
+        function: Any = _derivatives.maker("<extension_cpp>", "function(*args, **kwargs)", first, *self.scope)(
+            **self.scope
+        )
         function.__name__ = function.__qualname__ = self.name
         function.__doc__ = self.reference.__doc__
         function.__module__ = self.reference.__module__
@@ -456,17 +452,20 @@ class Operator:
         <op>.kernel, which has no derivative. Entering a formula that is registered in Python takes longer than the operator
         itself takes on small tensors.
         """
-        parameters, arguments, plain, tensors, grads, unwrapped = [], [], [], [], [], []
+        parameters, every, arguments, plain, tensors, grads, unwrapped = [], [], [], [], [], [], []
         defaults: dict[str, Any] = {}
         for i, (name, argument) in enumerate(zip(self.names, self.schema.arguments)):
             type_name = self.types[i]
             if name in self.declared.filled:
-                arguments.append(f"_filled['{name}']({self.names[0]})")
+                fill = f"_filled['{name}']"
+                every.append(f"{fill}({self.names[0]})")
+                arguments.append(f"_without_modes({fill}, {self.names[0]}) if _there else {every[-1]}")
                 unwrapped.append(arguments[-1])
                 continue
-            parameters.append(f"{name}={_DEFAULT}{name}" if argument.has_default_value() else name)
+            parameters.append(f"{name}={_derivatives.DEFAULT}{name}" if argument.has_default_value() else name)
             if argument.has_default_value():
-                defaults[f"{_DEFAULT}{name}"] = self.defaults[i]
+                defaults[f"{_derivatives.DEFAULT}{name}"] = self.defaults[i]
+            every.append(name)
             arguments.append(name)
             unwrapped.append(name)
             if i in self.tensors:
@@ -480,9 +479,10 @@ class Operator:
                 plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
         # As uses_only_ours has them.
         users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
-        # Function modes come first: they see what a tensor is asked.
-        others = ["_function_modes()", "_compiling()", *users]
-        recorded = f"({' or '.join(grads)}) and _grad_enabled()"
+        # torch.set_default_device is a mode that sees what a tensor is asked, which takes it as long as a call.
+        others = ["_compiling()", "(_there := _function_modes()) and _function_modes_matter()", *users]
+        any_requires_grad = f"(_any_requires_grad({', '.join(tensors)}) if _there else {' or '.join(grads)})"
+        recorded = f"{any_requires_grad} and _grad_enabled()"
         if self.differentiable or self.written:
             others.append("_forward_ad._current_level >= 0")
         call = f"_call(_kernel, {', '.join(arguments)})"
@@ -492,16 +492,17 @@ class Operator:
         else:
             # Below autograd, a transform would lose the gradient of what it has wrapped.
             below = f"if not _transforms(): return _below_autograd({', '.join(arguments)})"
-            way = [f"if not modes: return {call}", below]
+            way = [f"if not _modes: return {call}", below]
         if self.differentiable:
-            record = f"_operator._apply[modes > 0]({', '.join(unwrapped)})"
+            record = f"_operator._apply[_modes > 0]({', '.join(unwrapped)})"
             if self.declared.exact:
-                small = f"not modes and _is_small({', '.join(tensors)})"
+                small = f"not _modes and _is_small({', '.join(tensors)})"
                 record = f"_exact({', '.join(arguments)}) if {small} else {record}"
+                record = f"_operator.record(_modes, {', '.join(arguments)}) if _there else {record}"
             plainly = f"elif not (_transforms() or _tracing() or _autocast()): return {record}"
             way = [f"if not ({recorded}):", *(f"    {line}" for line in way), plainly]
         if not self.written:
-            way.insert(0, "modes = _dispatch_modes()")
+            way.insert(0, "_modes = _dispatch_modes()")
         quick = [
             f"if {' and '.join(plain)} and not ({' or '.join(others)}):",
             "    try:",
@@ -511,9 +512,9 @@ class Operator:
         ]
         if _backends.chosen or self.kernel is None:  # Kernels are replaced where the dispatcher finds them.
             quick = []
-        body = "\n".join([*quick, f"return _general({', '.join(arguments)})"])
+        body = "\n".join([*quick, f"return _general({', '.join(every)})"])
         head = f"{self.name}({', '.join(parameters)})"
-        made = _maker(f"<{self.qualified}>", head, body, *self.scope, *defaults)(**self.scope, **defaults)
+        made = _derivatives.maker(f"<{self.qualified}>", head, body, *self.scope, *defaults)(**self.scope, **defaults)
         # The code last: another thread may call the function meanwhile.
         self.function.__defaults__ = made.__defaults__
         self.function.__code__ = made.__code__
@@ -573,19 +574,25 @@ class Operator:
             for i in tensors:
                 if type(args[i]) is not Tensor and type(args[i]) is not Parameter:
                     return default(*args)
-            seen = bool(_len_torch_dispatch_stack())
+            seen = _len_torch_dispatch_stack()
             if self.differentiable and torch.is_grad_enabled() and _any_requires_grad(*args):
-                if self.declared.exact and not seen and all(type(args[i]).__name__ in kinds[i] for i in kinds):
-                    with DisableTorchFunction():  # torch.set_default_device would be asked for every attribute.
-                        if self.is_small(*[args[i] for i in tensors]):
-                            return self.exact(*args)
-                given = [*args]
-                for i in tensors:  # Of a transform that is over, whose own graph leads nowhere.
-                    given[i] = unwrap_if_dead(args[i])
-                return self._apply[seen](*given)
+                # A reference may take other numbers for more than they are.
+                plain = all(type(args[i]).__name__ in kinds[i] for i in kinds)
+                return self.record(seen, *args) if plain else default(*args)
             return _dispatch_call_boxed(kernel, *args) if not seen else self._below_autograd(*args)
 
         return general
+
+    def record(self, modes: int, *args: Any) -> Any:
+        """A plain call that needs a gradient."""
+        if self.declared.exact and not modes:
+            with DisableTorchFunction():
+                if self.is_small(*[args[i] for i in self.tensors]):
+                    return self.exact(*args)
+        given = [*args]
+        for i in self.tensors:  # Of a transform that is over, whose own graph leads nowhere.
+            given[i] = unwrap_if_dead(args[i])
+        return self._apply[modes > 0](*given)
 
     def _below_autograd(self, *args: Any) -> Any:
         """A formula that is registered in Python takes as long as all else, and so does what Python does with an overload."""
@@ -1041,12 +1048,6 @@ class _Tags(Sequence):
 
     def __getitem__(self, index: Any) -> Any:
         return (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)[: len(self)][index]
-
-
-def _function_modes_matter() -> bool:
-    """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
-    count = _len_torch_function_stack()
-    return count > 1 or (count == 1 and type(_get_function_stack_at(0)).__module__ != "torch.utils._device")
 
 
 @cache
