@@ -1474,6 +1474,7 @@ class Contract:
                     with torch.no_grad():
                         tangents = tuple(map(torch.cos, primals))
                         found.append(by_dual_tensors(of_tensors(function, leaves, at), primals, tangents))
+                if op.differentiable and not op.dynamic_size:
                     # Of what vmap has wrapped, whose own `requires_grad` is False.
                     batch = [torch.stack([t.detach()] * 2).requires_grad_() for t in primals]
                     results = tensors(torch.vmap(of_tensors(function, args, at))(*batch))

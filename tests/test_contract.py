@@ -200,6 +200,14 @@ def where_large(x: Tensor) -> Tensor:
     return (x.reshape(-1) > 3).nonzero().squeeze(1)
 
 
+def large(x: Tensor) -> Tensor:
+    return x[x > 3.5]
+
+
+def large_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.zeros_like(x).masked_scatter(x > 3.5, grad)
+
+
 def define_where(name: str, kernel, fake=None) -> Contract:
     return define(name, kernel, fake=fake, reference=where_large, signature="x: ... -> ? of int64", exact=True)
 
@@ -300,6 +308,7 @@ healthy = define("fault_none", double, backward=twice, fused=lambda x: x * 2)
 healthy_into = define("fault_none_into", double_into, into=True)
 healthy_once = define("fault_none_once", double, backward=lambda grad: grad.detach() * 2, differentiable="once")
 healthy_where = define_where("fault_none_where", where_large)
+healthy_large = define("fault_none_large", large, reference=large, backward=large_backward, signature="x: ... -> ?")
 healthy_exact = define("fault_none_exact", double, backward=twice, by_reference=True)
 healthy_number = define("fault_none_number", multiply, number=True, backward=lambda grad, times: grad * times)
 FAULTS = {
@@ -498,7 +507,8 @@ def test_what_is_written_is_compared_in_float64(device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    for contract in (healthy, healthy_into, healthy_where, healthy_once, healthy_exact, healthy_number):
+    every = healthy, healthy_into, healthy_where, healthy_large, healthy_once, healthy_exact, healthy_number
+    for contract in every:
         with suppress(pytest.skip.Exception):
             getattr(contract, check)(**arguments(check, device))
 
