@@ -15,6 +15,7 @@ import triton.language as tl
 
 from extension_cpp.triton.recurrence import recurrence, recurrence_backward
 from extension_cpp.triton.rowwise import rowwise
+from extension_cpp.triton.selection import selection
 
 DEVICE = "cpu" if _backends.interpreted else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -125,6 +126,29 @@ def test_two_states_and_two_weights(shape):
 
 
 @triton.jit
+def _between(x, y, least):
+    return (x >= least) & (x < y), x, 2 * y
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (7, 300), (5, 2048), (123_457,)], ids=str)
+def test_two_selections(shape):
+    """Two tensors and two results, from no program to some with several blocks each; not NaN, which is below nothing."""
+    formula = selection(_between)
+    every = "x: ...; y: ... as x -> ?, ?"
+    formula.prepare(declare("Tensor x, Tensor y, float least", "(Tensor, Tensor)", every))
+    assert formula.fits()
+    for dtype in FLOATING:
+        x, y = torch.randn(2, *shape, 2, device=DEVICE).to(dtype)[..., 0]
+        if x.numel() > 3:
+            x[(0,) * x.dim()] = float("nan")
+        kept = (x >= -0.5) & (x < y)
+        for least in (-0.5, 100.0):
+            first, second = formula(x, y, least)
+            want = kept if least < 1 else torch.zeros_like(kept)
+            assert torch.equal(first, x[want]) and torch.equal(second, 2 * y[want])
+
+
+@triton.jit
 def _one(x, y):
     return x + y
 
@@ -141,6 +165,9 @@ def test_what_is_refused():
         (recurrence, y, "Tensor", xy.replace("... N", "..."), r"recurrence takes tensors of shape \(B, T, H\)"),
         (recurrence, y, "Tensor", "x: B T H; y: H as x -> B T H", "has an input, a state, and a result for each"),
         (recurrence, "Tensor y, Tensor x", "Tensor", "y: B H; x: B T H as y -> B T H", "in the order x, y, got y, x"),
+        (selection, y, "Tensor", "x: ...; y: N as x -> ?", "selection takes tensors of shape"),
+        (selection, y, "Tensor", "x: ...; y: ... as x -> ...", "selection takes tensors of shape"),
+        (selection, y, "Tensor", "x: ...; y: ... as x -> ? of int64", "selection takes tensors of shape"),
         (recurrence_backward, y, "Tensor", "x: B T H; y: B H as x -> B T H", "has an input, a state, and a result"),
     ):
         with pytest.raises(RuntimeError, match=message):

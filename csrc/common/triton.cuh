@@ -2,8 +2,8 @@
 //
 // extension_cpp/triton/_ahead.py writes the file that includes this: of each formula a kernel for every dtype and what
 // else is told apart here, with an image of machine code for each architecture. They are the kernels that Triton
-// compiles just in time where this library isn't used (elementwise.py, rowwise.py and recurrence.py there), and take
-// their arguments as those do.
+// compiles just in time where this library isn't used (the files of each kind there), and take their arguments as those
+// do.
 #pragma once
 
 #include <atomic>
@@ -108,6 +108,7 @@ class Kernel {
 //                for many
 //   rowwise:     for rows that are aligned, and for others; of each for blocks of some sizes, the smallest first
 //   recurrence:  for channels that are aligned, and for others
+//   selection:   that count, and that write; of each for tensors that are aligned, and for others
 struct Row {
   int32_t dtype;
   int64_t itemsize;
@@ -435,6 +436,52 @@ auto recurrence(const Call<kIn>& call, std::span<const Row> rows, const std::arr
   if (programs > 0) launch.compiled(image.kernel, programs, image.threads, image.shared, arguments.all());
   for (detail::Sums& sum : sums) sum.finish();
   return returned(results);
+}
+
+// The results of a formula that keeps some elements.
+template <size_t kOut, size_t kNumbers, size_t kIn>
+auto selection(const Call<kIn>& call, std::span<const Row> rows, const std::array<double, kNumbers>& numbers) {
+  const char* const op = call.op.name();
+  const View& first = call.views[0];
+  const int64_t n = first.numel;
+  const auto allocate = [&](int64_t kept) {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return std::array<Tensor, kOut>{(static_cast<void>(I), torch::stable::new_empty(*first.tensor, {kept}))...};
+    }(std::make_index_sequence<kOut>());
+  };
+  if (n == 0) return extension_cpp::detail::returned(allocate(0));
+  Launch launch(op, first);
+  if (launch.is_capturing()) fail(op, "the size of its result is not known inside a CUDA graph");
+  bool aligned = true;
+  std::array<std::optional<Tensor>, kIn> given;
+  for (size_t k = 0; k < kIn; ++k) {
+    given[k] = torch::stable::contiguous(*call.views[k].tensor);
+    aligned = aligned && detail::is_aligned(*given[k]);
+  }
+  const Row& row = detail::row_of(op, rows, first.dtype);
+  const int64_t block = row.kernels[0]->block();
+  const int64_t part = ceil_div(ceil_div(n, kMostSums), block) * block;
+  const int64_t programs = ceil_div(n, part);
+  // Of each program, and of all of them together.
+  const Tensor counts = torch::stable::new_empty(*first.tensor, {programs + 1}, torch::headeronly::ScalarType::Long);
+  auto* const count = static_cast<int64_t*>(counts.mutable_data_ptr());
+  launch.zero(count + programs, sizeof(int64_t));
+  const auto run = [&](const std::array<void*, kOut>& to, int kernel) {
+    detail::Arguments<kOut + kIn + 2 * kNumbers + 3> arguments;
+    for (const void* pointer : to) arguments.add(pointer);
+    for (const auto& tensor : given) arguments.add(tensor->const_data_ptr());
+    arguments.add(numbers);
+    arguments.add(count);
+    for (const int64_t value : {n, part}) arguments.add(value);
+    const Image& image = row.kernels[kernel + (aligned ? 0 : 1)]->on(launch, first.device_index);
+    launch.compiled(image.kernel, programs, image.threads, image.shared, arguments.all());
+  };
+  run({}, 0);
+  const auto results = allocate(launch.read(count + programs));
+  std::array<void*, kOut> to;
+  for (size_t k = 0; k < kOut; ++k) to[k] = results[k].mutable_data_ptr();
+  run(to, 2);
+  return extension_cpp::detail::returned(results);
 }
 
 }  // namespace extension_cpp::triton

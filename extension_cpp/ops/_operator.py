@@ -873,6 +873,8 @@ class Operator:
     def _native_kernel(self, *args: Any) -> Any:
         _backends.require(self, "native", args)
         device = _backends.device_type(args)
+        if not device:  # None in place of its only tensor.
+            self.signature.check(args)
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
         kernel = self.replaced.get(device)
         return kernel.call_boxed(keys, *args) if kernel else self.default.redispatch(keys, *args)

@@ -122,7 +122,7 @@ class recurrence(Formula):
             for out, is_sum in zip(outs, self.sums)
         ]
         programs = batch * triton.cdiv(width, CHANNELS)
-        launch(self.plain, programs, CHANNELS, *parts, *given, *self.halves_of(args), steps, width)
+        launch(self.plain, programs, CHANNELS, 1, *parts, *given, *self.halves_of(args), steps, width)
         done = [part.sum(0).to(out.dtype) if s else out for part, out, s in zip(parts, outs, self.sums)]
         return _signature.Signature.pack_results(done)
 

@@ -62,24 +62,25 @@ class Formula:
         self.outs = [f"out{i}_" for i in range(len(signature.results))]
         self.halves = [f"{number}_{half}_" for number in self.numbers for half in ("high", "low")]
 
-    def call(self, given: dict[str, str]) -> list[str]:
-        """The lines of the kernel that take the results of the formula: value0_, value1_, ..."""
+    def call(self, given: dict[str, str], *before: str) -> list[str]:
+        """The lines of the kernel that take the results of the formula: value0_, value1_, ... after those named."""
         given = given | {name: f"{name}_value_" for name in self.numbers}
         for name in self.formula.arg_names:
             if name not in given:
                 wanted = f"its Triton formula must take {', '.join(given)}"
                 _backends.fail(self.operator.name, f"{wanted}; got {name}")
-        results = ", ".join(f"value{i}_" for i in range(len(self.outs)))
+        results = ", ".join([*before, *(f"value{i}_" for i in range(len(self.outs)))])
         return [f"{results} = {self.formula.fn.__name__}({', '.join(given[name] for name in self.formula.arg_names)})"]
 
-    def make(self, first: str, parameters: list[str], body: list[str]) -> None:
+    def make(self, first: str, parameters: list[str], body: list[str], *constants: str) -> None:
         """Make the kernel, whose computation is in the type for the tensor `first`."""
         before = [f"wide_ = widen(tl.full((), 0, {first}.dtype.element_ty))"]
         before += [f"{name}_value_ = number({name}_high_, {name}_low_).to(wide_.dtype)" for name in self.numbers]
         self.parameters = [*self.outs, *self.tensors, *self.halves, *parameters]
-        unspecialized = [*self.halves, "rows_", "of_program_"]
+        unspecialized = [*self.halves, "rows_", "elements_", "of_program_"]
+        constants = tuple(f"{name}: tl.constexpr" for name in (*constants, "BLOCK"))
         kind = type(self).__name__
-        self.plain = make(kind, self.formula, [*self.parameters, "BLOCK: tl.constexpr"], before + body, unspecialized)
+        self.plain = make(kind, self.formula, [*self.parameters, *constants], before + body, unspecialized)
 
     def load(self, name: str, place: str) -> str:
         """A line that loads an argument, in the type of the computation unless it is an index."""
@@ -186,7 +187,8 @@ class rowwise(Formula):
             for out, is_sum in zip(outs, self.sums)
         ]
         arguments = (*parts, *operands, *self.halves_of(args), size, count, of_program, *aparts)
-        launch(self.plain, programs, self.block_for(size), *arguments)
+        block = self.block_for(size)
+        launch(self.plain, programs, block, warps_of(block), *arguments)
         done = [part.sum(0).to(out.dtype) if s else out for part, out, s in zip(parts, outs, self.sums)]
         return _signature.Signature.pack_results(done)
 
@@ -244,11 +246,11 @@ def warps_of(block: int) -> int:
     return min(32, max(1, block // 256))
 
 
-def launch(kernel: Any, programs: int, block: int, *arguments: Any) -> None:
+def launch(kernel: Any, programs: int, block: int, warps: int, *arguments: Any, **more: Any) -> None:
     """Start so many programs of a kernel that has so many elements in its block."""
     if programs == 0:
         return
-    constants = {"BLOCK": block, "num_warps": warps_of(block)}
+    constants = {**more, "BLOCK": block, "num_warps": warps}
     first = arguments[0]
     if type(first) is not Tensor:
         wrap_triton(kernel)[(programs,)](*arguments, **constants)
