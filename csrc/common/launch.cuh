@@ -111,6 +111,14 @@ class Launch {
     check(cudaLaunchKernel(kernel, static_cast<unsigned>(blocks), threads, arguments, shared_bytes, stream_));
   }
 
+  // A kernel has no more than 48 KiB of dynamic shared memory unless it asks for it.
+  template <class Kernel>
+  void allow_shared(Kernel* kernel, size_t bytes) {
+    constexpr size_t kGranted = 48 * 1024;
+    if (bytes <= kGranted) return;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  }
+
   void zero(void* memory, size_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
   // A value on the device, once all that was launched before is done.
@@ -152,14 +160,6 @@ class Launch {
     config.attrs = attributes;
     config.numAttrs = count;
     check(cudaLaunchKernelEx(&config, kernel, arguments...));
-  }
-
-  // A kernel has no more than 48 KiB of dynamic shared memory unless it asks for it.
-  template <class Kernel>
-  void allow_shared(Kernel* kernel, size_t bytes) {
-    constexpr size_t kGranted = 48 * 1024;
-    if (bytes <= kGranted) return;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   }
 
   const char* op_;

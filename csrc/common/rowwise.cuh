@@ -90,6 +90,22 @@ __device__ __forceinline__ State combine_block(const Formula& formula, State sta
   return combine_warp(formula, lane < static_cast<int>(blockDim.x) / kWarp ? states[lane] : State{});
 }
 
+// Copies of 16 bytes into shared memory, under way until this thread waits for them.
+__device__ __forceinline__ void copy_async(uint4* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+#else
+  *to = *static_cast<const uint4*>(from);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 template <class V>
 struct ConvertTo {
   template <class T>
@@ -110,9 +126,21 @@ struct RowOnCuda {
   using Raw = std::conditional_t<kWidth == 1, Vector, uint4>;
   // Chunks of kColumns are loaded with those of the row if registers can hold both, and otherwise where they are used.
   static constexpr bool kKeepsColumns = kEach * sizeof(Raw) <= 64;
+  // Whether a row of a block comes by way of shared memory, while the one before is worked at. A multiprocessor that
+  // has one block would otherwise not read while that computes. In float32 it reads so long that the way itself costs
+  // more.
+  static constexpr bool kMayStage = Shape::kSums > 0 && Accumulates<Formula, V>&& kWidth > 1 && sizeof(T) == 2;
   static constexpr int kElements = Shape::kElements;
   static constexpr auto kElementsSequence = std::make_index_sequence<kElements>();
   static constexpr auto kWrittenSequence = std::make_index_sequence<Shape::kRowsOut + Shape::kSums>();
+
+  // How many arguments with rows are before an element in what is staged.
+  template <size_t E>
+  static constexpr int kStagedBefore = [] {
+    int before = 0;
+    for (size_t e = 0; e < E; ++e) before += Shape::In::kAt[Shape::kElementsAt[e]] == kRows;
+    return before;
+  }();
 
   struct Row {
     const RowParameters<Formula>& p;
@@ -132,6 +160,25 @@ struct RowOnCuda {
     index = row;
     place<kRows>(kElementsSequence);
     place_results(kWrittenSequence);
+  }
+
+  // Has those of row `next` on their way into `memory`, where take finds them. Each thread copies what it will read.
+  template <class Index>
+  __device__ __forceinline__ void stage(uint4* memory, int64_t next, Index first, Index step, Index end) const {
+    stage_all(memory, next, first, step, end, kElementsSequence);
+  }
+
+  // In place of load, of what was staged.
+  template <class Index>
+  __device__ __forceinline__ void take(const uint4* memory, Index first, Index step, Index end) {
+    wait_for_copies();
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const Index chunk = first + j * step;
+      if (chunk >= end) continue;
+      take_chunk(memory, j, chunk, end, kElementsSequence);
+      if constexpr (kKeepsColumns) load_chunk<kColumns, true>(raw[j], chunk, kElementsSequence);
+    }
   }
 
   // Chunks first, first + step, ... up to `end`.
@@ -245,6 +292,38 @@ struct RowOnCuda {
     }
   }
 
+  template <class Index, size_t... E>
+  __device__ __forceinline__ void stage_all(
+      uint4* memory, int64_t next, Index first, Index step, Index end, std::index_sequence<E...>) const {
+    (stage_one<E>(memory, next, first, step, end), ...);
+  }
+
+  template <size_t E, class Index>
+  __device__ __forceinline__ void stage_one(uint4* memory, int64_t next, Index first, Index step, Index end) const {
+    constexpr int k = Shape::template element_at<E>;
+    if constexpr (Shape::In::kAt[k] == kRows) {
+      const T* const from = static_cast<const T*>(p.data[k]) + p.leading.offset(k, next);
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const Index chunk = first + j * step;
+        if (chunk < end) copy_async(memory + kStagedBefore<E> * end + chunk, from + chunk * kWidth);
+      }
+    }
+  }
+
+  template <class Index, size_t... E>
+  __device__ __forceinline__ void take_chunk(
+      const uint4* memory, int j, Index chunk, Index end, std::index_sequence<E...>) {
+    (take_one<E>(memory, j, chunk, end), ...);
+  }
+
+  template <size_t E, class Index>
+  __device__ __forceinline__ void take_one(const uint4* memory, int j, Index chunk, Index end) {
+    if constexpr (Shape::In::kAt[Shape::template element_at<E>] == kRows && kWidth > 1) {
+      raw[j][E] = memory[kStagedBefore<E> * end + chunk];
+    }
+  }
+
   template <bool kWide, class Index>
   __device__ __forceinline__ void load_all(Index first, Index step, Index end) {
 #pragma unroll
@@ -326,7 +405,7 @@ struct RowOnCuda {
 template <class Formula, class T, int kWidth, int kEach, bool kOfWarp, class V>
 __global__ void __launch_bounds__(
     threads_of<T>(RowShape<Formula>::kSums, kEach* kWidth), RowShape<Formula>::kSums ? 1 : 2)
-    resident_kernel(const __grid_constant__ RowParameters<Formula> p, Formula formula, V* sums) {
+    resident_kernel(const __grid_constant__ RowParameters<Formula> p, Formula formula, V* sums, bool staged) {
   using Code = RowOnCuda<Formula, T, kWidth, kEach>;
   using Shape = typename Code::Shape;
   constexpr int kHeld = Shape::kSums ? kEach * kWidth : 1;
@@ -335,14 +414,25 @@ __global__ void __launch_bounds__(
   const int of_block = kOfWarp ? blockDim.x / kWarp : 1;
   Code row(p, formula);
   const int chunks = static_cast<int>(row.chunks);
+  extern __shared__ __align__(16) unsigned char shared[];
+  uint4* const memory = reinterpret_cast<uint4*>(shared);
+  constexpr bool kStages = Code::kMayStage && !kOfWarp;
   bool odd = false;
-  for (int64_t r = static_cast<int64_t>(blockIdx.x) * of_block + (kOfWarp ? threadIdx.x / kWarp : 0); r < p.count;
-       r += static_cast<int64_t>(gridDim.x) * of_block) {
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * of_block + (kOfWarp ? threadIdx.x / kWarp : 0);
+  const int64_t apart = static_cast<int64_t>(gridDim.x) * of_block;
+  if (kStages && staged) row.stage(memory, begin, first, step, chunks);
+  for (int64_t r = begin; r < p.count; r += apart) {
     row.go_to(r);
-    row.load(first, step, chunks);
+    if (kStages && staged) {
+      row.take(memory, first, step, chunks);
+    } else {
+      row.load(first, step, chunks);
+    }
     typename Code::State state{};
     if constexpr (Accumulates<Formula, V>) {
       row.accumulate(state, first, step, chunks);
+      // While the threads meet and write, the next row comes.
+      if (kStages && staged && r + apart < p.count) row.stage(memory, r + apart, first, step, chunks);
       if constexpr (kOfWarp) {
         state = combine_warp(formula, state);
       } else {
@@ -359,7 +449,6 @@ __global__ void __launch_bounds__(
   }
   if constexpr (Shape::kSums > 0) {
     V* const to = sums + static_cast<int64_t>(blockIdx.x) * Shape::kSums * p.size;
-    extern __shared__ __align__(16) unsigned char shared[];
     V* const total = reinterpret_cast<V*>(shared);
     auto for_each = [&](const auto& body) {
 #pragma unroll
@@ -486,7 +575,8 @@ class RowLaunches {
   // Chunks of a row that a thread holds, of short rows and of long ones.
   static constexpr int kUsual = Shape::kSums ? (kWidth == 1 ? 8 : 16 / kWidth) : 4;
   static constexpr int kMost = Shape::kSums ? (kWidth == 4 ? 2 * kUsual : kUsual) : std::min(8, 32 / kWidth);
-  static constexpr int64_t kLeastRows = 8;  // of which a block makes one sum, so that sums take little memory
+  static constexpr int kStageThreads = 512;  // A multiprocessor has one block with more.
+  static constexpr int64_t kLeastRows = 8;   // of which a block makes one sum, so that sums take little memory
 
  public:
   RowLaunches(Launch& launch, const View& first, const RowParameters<Formula>& p, const Formula& formula)
@@ -516,17 +606,32 @@ class RowLaunches {
     const auto kernel = resident_kernel<Formula, T, kWidth, kEach, kOfWarp, V>;
     int64_t blocks = std::min<int64_t>(ceil_div(p_.count, kOfWarp ? threads / kWarp : 1), 0x7fffffff);
     if constexpr (Shape::kSums == 0) {
-      launch_(kernel, blocks, threads, 0, p_, formula_, static_cast<V*>(nullptr));
+      launch_(kernel, blocks, threads, 0, p_, formula_, static_cast<V*>(nullptr), false);
     } else {
-      const size_t shared = kOfWarp ? Shape::kSums * p_.size * sizeof(V) : 0;
+      // Of every layout, also where rows are not staged for want of alignment: the blocks, and with them the order of
+      // the sums, are the same.
+      const int64_t staged = kOfWarp || threads <= kStageThreads ? 0 : bytes_to_stage<kEach>();
+      const size_t shared = kOfWarp ? Shape::kSums * p_.size * sizeof(V) : staged;
+      launch_.allow_shared(kernel, shared);
       int at_once = 1;
       launch_.check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, kernel, threads, shared));
       blocks = std::min({blocks, int64_t{at_once} * processors_, ceil_div(p_.count, kLeastRows)});
       const Tensor memory = scratch(first_, blocks * Shape::kSums * p_.size * sizeof(V));
       V* const sums = static_cast<V*>(memory.mutable_data_ptr());
-      launch_(kernel, blocks, threads, shared, p_, formula_, sums);
+      launch_(kernel, blocks, threads, shared, p_, formula_, sums, staged > 0 && p_.wide);
       add_parts(sums, blocks);
     }
+  }
+
+  // Of a row of all arguments, 0 if it isn't to be staged.
+  template <int kEach>
+  int64_t bytes_to_stage() const {
+    if (!RowOnCuda<Formula, T, kWidth, kEach>::kMayStage) return 0;
+    constexpr int kOthers = 4096;  // bytes of a block's shared memory
+    int most = 0;
+    launch_.check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, first_.device_index));
+    const int64_t bytes = Shape::In::count(kRows) * p_.size * static_cast<int64_t>(sizeof(T));
+    return bytes <= most - kOthers ? bytes : 0;
   }
 
   void streamed() {
