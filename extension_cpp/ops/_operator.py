@@ -105,6 +105,9 @@ _HELPERS = {
     "_tracing": _is_tracing,
     "_autocast": _is_any_autocast_enabled,
     "_unwrap": unwrap_if_dead,
+    "_strided": torch.strided,
+    "_SMALL": SMALL,
+    "_SMALL_DTYPES": _SMALL_DTYPES,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
@@ -496,11 +499,18 @@ class Operator:
         if self.differentiable:
             record = f"_operator._apply[_modes > 0]({', '.join(unwrapped)})"
             if self.declared.exact:
-                small = f"not _modes and _is_small({', '.join(tensors)})"
-                record = f"_exact({', '.join(arguments)}) if {small} else {record}"
+                exact = f"_exact({', '.join(arguments)})"
+                if not self.is_exact_on_one:
+                    record = f"{exact} if not _modes and _is_small({', '.join(tensors)}) else {record}"
                 record = f"_operator.record(_modes, {', '.join(arguments)}) if _there else {record}"
             plainly = f"elif not (_transforms() or _tracing() or _autocast()): return {record}"
             way = [f"if not ({recorded}):", *(f"    {line}" for line in way), plainly]
+            if self.is_exact_on_one:
+                few = "{0}.numel() <= _SMALL[{0}.is_cuda] or {0}.is_cuda and _operator.is_one_of_pytorchs"
+                small = f"{{0}}.layout is _strided and {{0}}.dtype in _SMALL_DTYPES and {{0}}.dim() <= 8 and ({few})"
+                way.insert(
+                    -1, f"elif not (_modes or _there or _tracing()) and {small.format(*tensors)}: return {exact}"
+                )
         if not self.written:
             way.insert(0, "_modes = _dispatch_modes()")
         quick = [
@@ -608,6 +618,12 @@ class Operator:
         calls = (partial(_dispatch_call_boxed, self.kernel), self._below_autograd)
         functions = [_derivatives.make_function(self, self.default, None, call) for call in calls]
         return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
+
+    @property
+    def is_exact_on_one(self) -> bool:
+        """Whether the reference can be called for a tensor in any state, as what has its bits: it is PyTorch's to look at."""
+        whole = self.declared.exact is True and self.declared.autocast in ("promote", "")
+        return whole and self.types == ["Tensor", *(t for t in self.types if t in _NUMBERS)]
 
     def is_small(self, first: Tensor, *others: Tensor | None) -> bool:
         """Whether a call that records a gradient is quicker as PyTorch's own nodes, of tensors that need no check but these.
