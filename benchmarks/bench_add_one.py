@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, DTYPES, backward, compiled, sizes, vectors
+from benchmarks.contenders import CALL, DTYPES, RECORD, backward, compiled, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops._operator import reference_of
 
@@ -67,4 +67,5 @@ def cases(device: str) -> Iterator[Case]:
 
         steps = {OURS: backward(my_op), "input * scalar": backward(scaled)}
         common = {"workload": "forward and backward", "dtype": torch.float32, "size": f"2^{log2}", "bytes": 16 * n}
+        common["reason"] = RECORD if device == "cuda" else ""
         yield Case("my_op", device, steps, leaf, backward(reference), operations=2 * n, **common)

@@ -74,7 +74,7 @@ def both(
     """Forward, and forward and backward; `passes` is how often the first input is read or written, in bytes."""
     reference = described.pop("reference")
     grown = described.pop("tolerance")
-    by_python = device == "cuda" and passes[1] < 2**28
+    by_python = device == "cuda" and passes[1] < 2**29
 
     def training() -> tuple:
         leaves = tuple(t.requires_grad_() if t.is_floating_point() else t for t in inputs())
