@@ -19,9 +19,7 @@ from benchmarks.harness import OURS, Case, Function
 DTYPES = (torch.float32, torch.bfloat16)
 # Why a peer is faster, where it is.
 CALL = "the stable ABI boxes the arguments of a call, which takes about half a microsecond that PyTorch's own operators don't"
-RECORD = (
-    "what PyTorch's own operators check in C++, a call that records a gradient checks in Python: a microsecond or some"
-)
+RECORD = "a call that records a gradient is checked in Python, for a microsecond or more, and PyTorch's own in C++"
 NODE = "the derivative is a node in Python, which takes longer on the thread of the backward than PyTorch's in C++"
 
 
