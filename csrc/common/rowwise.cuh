@@ -138,7 +138,7 @@ struct RowOnCuda {
   template <size_t E>
   static constexpr int kStagedBefore = [] {
     int before = 0;
-    for (size_t e = 0; e < E; ++e) before += Shape::In::kAt[Shape::kElementsAt[e]] == kRows;
+    for (int e = 0; e < static_cast<int>(E); ++e) before += Shape::In::kAt[Shape::kElementsAt[e]] == kRows;
     return before;
   }();
 

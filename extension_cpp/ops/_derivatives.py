@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._C import (
     _any_requires_grad,
-    _are_functorch_transforms_active,
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
@@ -32,8 +31,10 @@ from torch._C._functorch import (
     _wrap_for_grad,
     _wrap_functional_tensor,
     get_interpreter_stack,
+    get_single_level_autograd_function_allowed,
     is_batchedtensor,
     is_gradtrackingtensor,
+    set_single_level_autograd_function_allowed,
     unwrap_if_dead,
 )
 from torch._functorch.autograd_function import VmapInfo
@@ -64,17 +65,21 @@ def maker(file: str, head: str, body: str, *names: str) -> Callable:
 
 
 def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable:
+    def below(*args: Any) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return overload(*args)
+
     @cache
     def derivative() -> Any:
-        return make_function(operator, overload, backend)
+        return make_function(operator, backend, below)
 
     def autograd(keys: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(is_dual(arg) for arg in args):
             return _forward_mode(operator, overload, args, lambda *args: overload(*map(primal_of, args)))
         if torch.is_grad_enabled() and _any_requires_grad(*args):
-            if overload is operator.default and not (_are_functorch_transforms_active() or _len_torch_dispatch_stack()):
+            if overload is operator.default and not _len_torch_dispatch_stack():
                 return operator.record(1, *operator.all_arguments(args))
-            return derivative().apply(*operator.all_arguments(args))
+            return derivative()(*map(alive, operator.all_arguments(args)))
         try:
             with _AutoDispatchBelowAutograd():
                 return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
@@ -90,13 +95,27 @@ _VMAP_AND_GRAD = {TransformType.Vmap, TransformType.Grad}
 def make_transformed(operator: Any, overload: Any, backend: str | None) -> Callable:
     @cache
     def derivative() -> Any:
-        return make_function(operator, overload, backend)
+        return make_function(operator, backend, partial(_graded, overload))
+
+    is_exact = operator.declared.exact is True and overload is operator.default and not _backends.chosen
 
     def transformed(*args: Any) -> Any:
         """Under transforms of torch.func. PyTorch's own operators, those of the reference, know forward mode."""
         stack: Any = get_interpreter_stack()
         top = stack[-1].key()
         try:
+            seen = _len_torch_dispatch_stack()  # By a mode, which is to find the operator.
+            if (
+                is_exact
+                and not seen
+                and top in _VMAP_AND_GRAD
+                and operator.uses_only_ours()
+                and not operator.has_users_vmap()
+            ):
+                # It has the bits, and PyTorch's rules for its operators take less time.
+                every = operator.all_arguments(args)
+                alike = are_alike(*[every[i] for i in operator.tensors])
+                return operator.reference(*every) if alike else operator.checked(*every)
             if top == TransformType.Vmap and (not operator.written or _has_users_vmap(operator, overload)):
                 return _batched(operator, overload, backend, VmapInterpreter(stack[-1]), args)
             if top == TransformType.Jvp and not operator.written:
@@ -106,7 +125,12 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
             by_reference = operator.written or (operator.differentiable and operator.backward is None)
             if by_reference or not {layer.key() for layer in stack} <= _VMAP_AND_GRAD:
                 return _reference(operator, overload, stack[-1], args)
-            return derivative().apply(*operator.all_arguments(args))
+            allowed = get_single_level_autograd_function_allowed()
+            set_single_level_autograd_function_allowed(True)
+            try:
+                return derivative()(*operator.all_arguments(args))
+            finally:
+                set_single_level_autograd_function_allowed(allowed)
         except RuntimeError as error:
             if type(error) not in (RuntimeError, NotImplementedError) or str(error).startswith(f"{operator.name}: "):
                 raise
@@ -137,6 +161,12 @@ def _below(overload: Any, layer: Any, *args: Any) -> Any:
     with layer.lower():
         results = overload(*given)
     return _map_results(lambda t: _wrap_for_grad(t, level), results)
+
+
+def _graded(overload: Any, *args: Any) -> Any:
+    """A call under torch.func.grad, in the forward of what records it at that level: the levels below record their own."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _below(overload, GradInterpreter(get_interpreter_stack()[-1]), *args)
 
 
 def _jvp(operator: Any, overload: Any, layer: Any, args: Sequence[Any]) -> Any:
@@ -243,10 +273,11 @@ def make_autocast(operator: Any, overload: Any, device: str) -> Callable:
     return autocast
 
 
-def make_function(operator: Any, overload: Any, backend: str | None, plain: Callable | None = None) -> Any:
-    """The torch.autograd.Function of an overload; with `plain`, which calls it, one that takes no part in transforms.
+def make_function(operator: Any, backend: str | None, plain: Callable) -> Any:
+    """What applies the torch.autograd.Function whose values `plain` computes.
 
-    Its methods are written out for the operator: on CUDA, backward runs on a thread whose core has little of Python in its
+    That is PyTorch's own entry, without what Function.apply does for torch.func: it makes classes anew in each call. The
+    methods are written out for the operator: on CUDA, backward runs on a thread whose core has little of Python in its
     caches, and each step of it takes longer there.
     """
     positions = {name: i for i, name in enumerate(operator.names)}
@@ -326,20 +357,8 @@ def make_function(operator: Any, overload: Any, backend: str | None, plain: Call
     def written(head: str, *lines: str) -> Callable:
         return maker(f"<derivative of {operator.qualified}>", head, "\n".join(lines), *scope)(**scope)
 
-    def forward(*args: Any) -> Any:
-        with _AutoDispatchBelowAutograd():
-            return overload(*args)
-
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _within(backend, partial(_vmap, operator, overload))(info, in_dims, *args)
-
     every = ", ".join(arguments)
-    if plain:
-        parts = {"forward": written(f"forward(ctx, {every})", f"results = plain({every})", *keep, "return results")}
-    else:
-        inputs = f"{every}, = inputs"
-        parts = {"forward": forward, "vmap": vmap}
-        parts["setup_context"] = written("setup_context(ctx, inputs, results)", inputs, *keep, "return None")
+    parts = {"forward": written(f"forward(ctx, {every})", f"results = plain({every})", *keep, "return results")}
     parts["backward"] = written(f"backward(ctx, {', '.join(grads)})", *back)
     body = {name: staticmethod(part) for name, part in parts.items()}
     Derivative: Any = new_class(
@@ -348,7 +367,7 @@ def make_function(operator: Any, overload: Any, backend: str | None, plain: Call
     # The name in a profile, and of grad_fn.
     Derivative._backward_cls.__name__ = f"{operator.name}Backward"
     Derivative._backward_cls.apply = parts["backward"]  # Else PyTorch looks for it in each call.
-    return Derivative
+    return super(torch.autograd.Function, Derivative).apply  # type: ignore[misc]
 
 
 class OfValue(torch.autograd.Function):
@@ -439,7 +458,7 @@ def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args
     """A call under torch.vmap, as torch.autograd.Function has it, which takes longer for this than most operators."""
     level = layer.level()
     # Those that a finished transform made hide a batch.
-    args = [unwrap_if_dead(arg) if isinstance(arg, Tensor) else arg for arg in operator.all_arguments(args)]
+    args = [*map(alive, operator.all_arguments(args))]
     pairs = [_unwrap_batched(arg, level) if isinstance(arg, Tensor) else (arg, None) for arg in args]
     given, in_dims = zip(*pairs)
     if all(dim is None for dim in in_dims):
@@ -458,17 +477,6 @@ def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args
     if isinstance(results, Tensor):
         return results if out_dims is None else _add_batch_dim(results, out_dims, level)
     return tuple(t if dim is None else _add_batch_dim(t, dim, level) for t, dim in zip(results, out_dims))
-
-
-def _vmap(operator: Any, overload: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    """The rule of a torch.autograd.Function, for a batch of which gradients are taken."""
-    if _has_users_vmap(operator, overload):
-        found = torch.func.vmap(overload, tuple(in_dims), randomness=info.randomness)(*args)
-        return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
-    if (found := _in_one_call(operator, info, in_dims, *args)) is not None:
-        return found
-    results = torch.func.vmap(operator.reference, tuple(in_dims), randomness=info.randomness)(*args)
-    return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
 
 
 def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
@@ -555,6 +563,21 @@ def refuse_for_number(op: str, name: str, given: Tensor) -> None:
 
 def is_dual(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def are_alike(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether tensors need no other check to be arguments of an elementwise operator."""
+    from extension_cpp.ops._signature import FLOATING
+
+    if first.dtype not in FLOATING or first.layout is not torch.strided or first.is_nested:
+        return False
+    kind = first.dtype, first.shape, first.device, first.layout
+    return all(t is None or ((t.dtype, t.shape, t.device, t.layout) == kind and not t.is_nested) for t in others)
+
+
+def alive(value: Any) -> Any:
+    """In place of a tensor of a transform that is over, whose own graph leads nowhere, the one that it wraps."""
+    return unwrap_if_dead(value) if isinstance(value, Tensor) else value
 
 
 def primal_of(value: Any) -> Any:

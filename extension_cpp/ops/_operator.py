@@ -599,10 +599,7 @@ class Operator:
             with DisableTorchFunction():
                 if self.is_small(*[args[i] for i in self.tensors]):
                     return self.exact(*args)
-        given = [*args]
-        for i in self.tensors:  # Of a transform that is over, whose own graph leads nowhere.
-            given[i] = unwrap_if_dead(args[i])
-        return self._apply[modes > 0](*given)
+        return self._apply[modes > 0](*map(_derivatives.alive, args))
 
     def _below_autograd(self, *args: Any) -> Any:
         """A formula that is registered in Python takes as long as all else, and so does what Python does with an overload."""
@@ -616,8 +613,7 @@ class Operator:
         torch's own entry, without what Function.apply does for torch.func while a transform is active.
         """
         calls = (partial(_dispatch_call_boxed, self.kernel), self._below_autograd)
-        functions = [_derivatives.make_function(self, self.default, None, call) for call in calls]
-        return [super(torch.autograd.Function, function).apply for function in functions]  # type: ignore[misc]
+        return [_derivatives.make_function(self, None, call) for call in calls]
 
     @property
     def is_exact_on_one(self) -> bool:
