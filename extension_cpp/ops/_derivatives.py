@@ -78,7 +78,9 @@ def make_autograd(operator: Any, overload: Any, backend: str | None) -> Callable
             return _forward_mode(operator, overload, args, lambda *args: overload(*map(primal_of, args)))
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             if overload is operator.default and not _len_torch_dispatch_stack():
-                return operator.record(1, *operator.all_arguments(args))
+                return operator.record(
+                    1, *operator.all_arguments(args)
+                )  # By the dispatcher, to the kernel of a user too.
             return derivative()(*map(alive, operator.all_arguments(args)))
         try:
             with _AutoDispatchBelowAutograd():

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def value(size: str, sizes: Sizes) -> Any:
     """Of "T", "T+1", "K*kernel_grad" or "4"."""
+    if size in sizes:
+        return sizes[size]
     first, operation, second = re.fullmatch(SIZE, size).groups()  # type: ignore[union-attr]
     left, right = (int(n) if n is None or n.isdigit() else sizes[n] for n in (first, second or "0"))
     return left * int(right) if operation == "*" else left - right if operation == "-" else left + right
@@ -169,19 +172,19 @@ class Signature:
             wanted = f"as many results as its schema, {len(schema.returns)}"
             fail(self.op, f"its signature must have {wanted}, got {len(self.results)}")
 
-    @property
+    @cached_property
     def broadcasts(self) -> bool:
         """Whether arguments that are "..." may differ in shape."""
         patterns = [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]
         return any(pattern.broadcast for pattern in patterns)
 
-    @property
+    @cached_property
     def elementwise(self) -> bool:
         """Whether an element of the results depends on one of each argument only."""
         patterns = [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]
         return all((pattern.pack or pattern.broadcast) and not pattern.sizes for pattern in patterns)
 
-    @property
+    @cached_property
     def dynamic_size(self) -> bool:
         """Whether the size of a result depends on values."""
         return any("?" in result.pattern.sizes for result in self.results)
@@ -303,6 +306,9 @@ class Signature:
 
     def broadcast(self, op: str, pattern: Pattern, given: dict[str, Tensor]) -> torch.Size:
         names = [name for name in pattern.broadcast if name in given]
+        first = given[names[0]].shape
+        if all(type(given[name]) is Tensor and given[name].shape == first for name in names):  # No size is a symbol.
+            return first
         try:
             return torch.broadcast_shapes(*(given[name].shape for name in names))
         except RuntimeError as error:
