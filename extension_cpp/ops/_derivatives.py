@@ -40,6 +40,7 @@ from torch._C._functorch import (
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import FunctionalizeInterpreter, GradInterpreter, JvpInterpreter, VmapInterpreter
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
@@ -97,7 +98,7 @@ _VMAP_AND_GRAD = {TransformType.Vmap, TransformType.Grad}
 def make_transformed(operator: Any, overload: Any, backend: str | None) -> Callable:
     @cache
     def derivative() -> Any:
-        return make_function(operator, backend, partial(_graded, overload))
+        return make_function(operator, backend, partial(_graded, overload), _SingleLevelFunction)
 
     is_exact = operator.declared.exact is True and overload is operator.default and not _backends.chosen
 
@@ -275,12 +276,13 @@ def make_autocast(operator: Any, overload: Any, device: str) -> Callable:
     return autocast
 
 
-def make_function(operator: Any, backend: str | None, plain: Callable) -> Any:
+def make_function(operator: Any, backend: str | None, plain: Callable, base: Any = torch.autograd.Function) -> Any:
     """What applies the torch.autograd.Function whose values `plain` computes.
 
-    That is PyTorch's own entry, without what Function.apply does for torch.func: it makes classes anew in each call. The
-    methods are written out for the operator: on CUDA, backward runs on a thread whose core has little of Python in its
-    caches, and each step of it takes longer there.
+    That is PyTorch's own entry, without what Function.apply does for torch.func: it makes classes anew in each call. While a
+    transform is active, PyTorch lets only a function of a single level pass there, which has another base. The methods are
+    written out for the operator: on CUDA, backward runs on a thread whose core has little of Python in its caches, and each
+    step of it takes longer there.
     """
     positions = {name: i for i, name in enumerate(operator.names)}
     results = [f"result{i}" for i in range(len(operator.schema.returns))]
@@ -363,13 +365,11 @@ def make_function(operator: Any, backend: str | None, plain: Callable) -> Any:
     parts = {"forward": written(f"forward(ctx, {every})", f"results = plain({every})", *keep, "return results")}
     parts["backward"] = written(f"backward(ctx, {', '.join(grads)})", *back)
     body = {name: staticmethod(part) for name, part in parts.items()}
-    Derivative: Any = new_class(
-        f"{operator.name}_derivative", (torch.autograd.Function,), {}, lambda it: it.update(body)
-    )
+    Derivative: Any = new_class(f"{operator.name}_derivative", (base,), {}, lambda it: it.update(body))
     # The name in a profile, and of grad_fn.
     Derivative._backward_cls.__name__ = f"{operator.name}Backward"
     Derivative._backward_cls.apply = parts["backward"]  # Else PyTorch looks for it in each call.
-    return super(torch.autograd.Function, Derivative).apply  # type: ignore[misc]
+    return super(base, Derivative).apply
 
 
 class OfValue(torch.autograd.Function):
