@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, DTYPES, RECORD, backward, compiled, sizes, vectors
+from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, compiled, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops._operator import reference_of
 
@@ -58,6 +58,7 @@ def cases(device: str) -> Iterator[Case]:
                 short = log2 == 20 and op == "add_one"
                 moved = 2 * dtype.itemsize * n
                 yield Case(op, device, peers(op), inputs, expected, bytes=moved, short=short, **common)
+    yield batched_call("add_one", device, extension_cpp.add_one, plus_one, lambda: (torch.randn(2, 16, device=device),))
     for log2 in (20, 24) if device == "cuda" else (20,):
         n = 2**log2
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, DTYPES, RECORD, backward, compiled, graphed, sizes, vectors
+from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, compiled, graphed, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import reference_of
@@ -215,6 +215,7 @@ def call(device: str) -> Case:
 def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     yield call(device)
+    yield batched_call("mymuladd", device, mymuladd, eager, lambda: (torch.randn(2, 16, device=device),) * 2)
     for dtype in DTYPES:
         for log2 in sizes(device, dtype):
             yield from forward(device, dtype, log2)

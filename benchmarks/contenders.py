@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Case, Function
+from benchmarks.harness import OURS, Case, Function, time_calls
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Why a peer is faster, where it is.
 CALL = "the stable ABI boxes the arguments of a call, which takes about half a microsecond that PyTorch's own operators don't"
 RECORD = "a call that records a gradient is checked in Python, for a microsecond or more, and PyTorch's own in C++"
+VMAP = "an operator's rule for vmap runs in Python, some microseconds longer than those of PyTorch's own operators in C++"
 NODE = "the derivative is a node in Python, which takes longer on the thread of the backward than PyTorch's in C++"
 
 
@@ -82,6 +83,14 @@ def graphed(function: Function) -> Function:
         return captured["results"]
 
     return run
+
+
+def batched_call(op: str, device: str, function: Function, eager: Function, inputs: Callable[[], tuple]) -> Case:
+    """A call under vmap of tensors so small that nothing but the call takes time."""
+    both = {OURS: torch.vmap(function), "vmap of PyTorch's": torch.vmap(eager)}
+    size = " and ".join(" by ".join(map(str, t.shape)) for t in inputs())
+    described = {"workload": "a call under vmap", "size": size, "timer": time_calls, "reason": VMAP}
+    return Case(op, device, both, inputs, torch.vmap(eager), **described)
 
 
 def elementwise_cases(

@@ -113,6 +113,10 @@ class TestMatmul(Contract):
             torch.testing.assert_close(got, want)
         empty = torch.vmap(product, (1, 2))(batch_a[:, :0], batch_b[:, :, :0])
         assert empty.shape == (0, 6, 4)
+        # What was accepted isn't looked at again: that must not be what differs.
+        for wrong in (batch_b[:4], batch_b.float()):
+            with pytest.raises(RuntimeError, match="matmul: b must have"):
+                torch.vmap(product, (1, 2))(batch_a, wrong)
 
     def test_training(self, device):
         """The gradients that torch.mm has, of a step that a user writes."""

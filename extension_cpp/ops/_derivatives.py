@@ -24,6 +24,7 @@ from torch._C import (
 )
 from torch._C._functorch import (
     TransformType,
+    CVmapInterpreterPtr,
     _add_batch_dim,
     _unwrap_batched,
     _unwrap_for_grad,
@@ -34,11 +35,13 @@ from torch._C._functorch import (
     get_single_level_autograd_function_allowed,
     is_batchedtensor,
     is_gradtrackingtensor,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
     set_single_level_autograd_function_allowed,
     unwrap_if_dead,
 )
 from torch._functorch.autograd_function import VmapInfo
-from torch._functorch.pyfunctorch import FunctionalizeInterpreter, GradInterpreter, JvpInterpreter, VmapInterpreter
+from torch._functorch.pyfunctorch import FunctionalizeInterpreter, GradInterpreter, JvpInterpreter
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
@@ -47,6 +50,7 @@ from torch.compiler import is_dynamo_compiling
 from extension_cpp.ops import _backends
 from extension_cpp.ops._backends import fail
 
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT = "_default_"  # Which names in a closure begin with, that are defaults of parameters.
 
 
@@ -100,27 +104,25 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
     def derivative() -> Any:
         return make_function(operator, backend, partial(_graded, overload), _SingleLevelFunction)
 
-    is_exact = operator.declared.exact is True and overload is operator.default and not _backends.chosen
+    is_default = overload is operator.default and not _backends.chosen
+    is_exact = operator.declared.exact is True and is_default
 
     def transformed(*args: Any) -> Any:
         """Under transforms of torch.func. PyTorch's own operators, those of the reference, know forward mode."""
-        stack: Any = get_interpreter_stack()
-        top = stack[-1].key()
         try:
-            seen = _len_torch_dispatch_stack()  # By a mode, which is to find the operator.
-            if (
-                is_exact
-                and not seen
-                and top in _VMAP_AND_GRAD
-                and operator.uses_only_ours()
-                and not operator.has_users_vmap()
-            ):
-                # It has the bits, and PyTorch's rules for its operators take less time.
+            # A mode is to find the call.
+            is_plain = is_default and not _len_torch_dispatch_stack() and operator.uses_only_ours()
+            if is_plain and is_exact:  # It has the bits, and PyTorch's rules for its operators take less time.
                 every = operator.all_arguments(args)
                 alike = are_alike(*[every[i] for i in operator.tensors])
                 return operator.reference(*every) if alike else operator.checked(*every)
+            stack: Any = get_interpreter_stack()
+            top = stack[-1].key()
+            if is_plain and top == TransformType.Vmap:
+                if (found := _batched_alike(operator, stack[-1], args)) is not None:
+                    return found
             if top == TransformType.Vmap and (not operator.written or _has_users_vmap(operator, overload)):
-                return _batched(operator, overload, backend, VmapInterpreter(stack[-1]), args)
+                return _batched(operator, overload, backend, CVmapInterpreterPtr(stack[-1]), args)
             if top == TransformType.Jvp and not operator.written:
                 return _jvp(operator, overload, JvpInterpreter(stack[-1]), args)
             if top == TransformType.Functionalize and not operator.written:
@@ -138,7 +140,7 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
             if type(error) not in (RuntimeError, NotImplementedError) or str(error).startswith(f"{operator.name}: "):
                 raise
             # Of an operator of PyTorch's in the reference, of which the caller knows nothing.
-            batched = any(layer.key() == TransformType.Vmap for layer in stack)
+            batched = any(layer.key() == TransformType.Vmap for layer in get_interpreter_stack())
             which = "vmap can't batch" if batched else "torch.func can't transform"
             raise RuntimeError(f"{operator.name}: {which} its reference: {error}") from error
 
@@ -461,24 +463,48 @@ def _batched(operator: Any, overload: Any, backend: str | None, layer: Any, args
     level = layer.level()
     # Those that a finished transform made hide a batch.
     args = [*map(alive, operator.all_arguments(args))]
-    pairs = [_unwrap_batched(arg, level) if isinstance(arg, Tensor) else (arg, None) for arg in args]
-    given, in_dims = zip(*pairs)
-    if all(dim is None for dim in in_dims):
-        with layer.lower():
-            return overload(*given)
-    if _has_users_vmap(operator, overload):
+    given, in_dims = zip(*[_unwrap_batched(arg, level) if isinstance(arg, Tensor) else (arg, None) for arg in args])
+    is_batched = in_dims.count(None) < len(in_dims)
+    if is_batched and _has_users_vmap(operator, overload):
         return overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched), *args)
-    info = VmapInfo(layer.batch_size(), layer.randomness())
-    with layer.lower():
+    info = VmapInfo(layer.batchSize(), layer.randomness())
+    state = pop_dynamic_layer_stack()  # What an interpreter's lower() does, in a fifth of the time.
+    try:
+        if not is_batched:
+            return overload(*given)
         if operator.declared.vmap and info.batch_size:  # It reads shapes as the signature has them.
-            operator.signature.check([arg if dim is None else arg.select(dim, 0) for arg, dim in pairs])
-        found = _within(backend, partial(_in_one_call, operator))(info, in_dims, *given)
+            _check_sample(operator, in_dims, given)
+        found = _within(backend, _in_one_call)(operator, info, in_dims, *given)
+    finally:
+        push_dynamic_layer_stack(state)
     if found is None:  # PyTorch batches its operators.
         return _within(backend, operator.checked)(*args)
     results, out_dims = found
     if isinstance(results, Tensor):
         return results if out_dims is None else _add_batch_dim(results, out_dims, level)
     return tuple(t if dim is None else _add_batch_dim(t, dim, level) for t, dim in zip(results, out_dims))
+
+
+def _batched_alike(operator: Any, layer: Any, args: Sequence[Any]) -> Any:
+    """A call under torch.vmap of an elementwise operator whose tensors are of one shape and all batched along the first
+    dimension: that of the batches. None for any other, which takes longer to look at than such a call.
+    """
+    if operator.written or operator.declared.vmap or not operator.signature.elementwise:
+        return None
+    level, shape, given = layer.level(), None, [*args]
+    for i in operator.tensors:
+        if i >= len(args) or args[i] is None:
+            continue
+        given[i], dim = _unwrap_batched(args[i], level)
+        if dim != 0 or (shape is not None and given[i].shape != shape):
+            return None
+        shape = given[i].shape
+    state = pop_dynamic_layer_stack()
+    try:
+        results = (operator.default if operator.declared.filled else operator.function)(*given)
+    finally:
+        push_dynamic_layer_stack(state)
+    return _map_results(lambda t: _add_batch_dim(t, 0, level), results)
 
 
 def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
@@ -547,6 +573,22 @@ def check_one(operator: Any, in_dims: Sequence[int | None], args: Sequence[Any])
     operator.signature.check(given)
 
 
+def _check_sample(operator: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> None:
+    """Raise for samples that the signature refuses. It isn't asked again about what it has accepted."""
+    described = []
+    for arg, dim in zip(args, in_dims):
+        if type(arg) is Tensor and arg.layout is torch.strided and not arg.is_nested:
+            described.append((arg.shape, dim, arg.dtype, arg.device))
+        elif arg is None or type(arg) in (bool, int, float):
+            described.append(arg)
+    known = tuple(described)
+    if known in operator.accepted and len(known) == len(args):
+        return
+    operator.signature.check([arg if dim is None else arg.select(dim, 0) for arg, dim in zip(args, in_dims)])
+    if len(known) == len(args) and len(operator.accepted) < 1000:
+        operator.accepted.add(known)
+
+
 def _call_with(operator: Any, args: Sequence[Any], changed: dict[int, Tensor]) -> Any:
     return operator.default(*(changed.get(i, arg) for i, arg in enumerate(args)))
 
@@ -569,12 +611,17 @@ def is_dual(value: Any) -> bool:
 
 def are_alike(first: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors need no other check to be arguments of an elementwise operator."""
-    from extension_cpp.ops._signature import FLOATING
-
-    if first.dtype not in FLOATING or first.layout is not torch.strided or first.is_nested:
+    dtype, layout = first.dtype, torch.strided
+    if dtype not in FLOATING or first.layout is not layout or first.is_nested or not (first.is_cpu or first.is_cuda):
         return False
-    kind = first.dtype, first.shape, first.device, first.layout
-    return all(t is None or ((t.dtype, t.shape, t.device, t.layout) == kind and not t.is_nested) for t in others)
+    for t in others:
+        if t is None:  # An optional one.
+            continue
+        if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
+            return False
+        if t.get_device() != first.get_device() or not (t.is_cpu or t.is_cuda):
+            return False
+    return True
 
 
 def alive(value: Any) -> Any:

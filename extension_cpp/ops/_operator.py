@@ -75,7 +75,6 @@ SMALL = {True: 2**22, False: 2**13}
 """Elements, on CUDA or not, up to which a node of autograd in Python takes longer than what a kernel of ours saves. On CUDA
 it runs on the thread of the backward, which makes it slower."""
 _data_address = torch._C._data_address  # type: ignore[attr-defined]
-_SMALL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def _function_modes_matter() -> bool:
@@ -107,13 +106,13 @@ _HELPERS = {
     "_unwrap": unwrap_if_dead,
     "_strided": torch.strided,
     "_SMALL": SMALL,
-    "_SMALL_DTYPES": _SMALL_DTYPES,
+    "_FLOATING": _derivatives.FLOATING,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
 }
-# Where a plain call of an operator passes in the dispatcher, before its kernel and there.
-_PASSED = ("Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
+# Where a plain call of an operator, or one under vmap, passes in the dispatcher, before its kernel and there.
+_PASSED = ("FuncTorchBatched", "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
 _NUMBERS = {"float": ("float", "int"), "int": ("int",), "bool": ("bool",)}
 
 
@@ -229,6 +228,7 @@ class Operator:
         self.looked = -1
         self.unchanged = [-1]
         self.looked_for_vmap = -1, False
+        self.accepted: set[tuple] = set()  # What the signature has accepted, of samples of a batch.
         self.function = self._make_function()
         when_imported("torch._dynamo", lambda module: self.write_out())
         when_imported("torch.utils.flop_counter", self._count_operations)
@@ -353,7 +353,7 @@ class Operator:
         return bool(self.declared.fused) and plain and device in ("cpu", "cuda") and not self._is_replaced(device)
 
     def uses_only_ours(self) -> bool:
-        """Whether no user has registered a kernel that a plain call would reach.
+        """Whether no user has registered a kernel that a plain call would reach, or a rule for vmap.
 
         torch.library has those of Python. Of those of C++ only the dispatcher knows, which takes long to ask: it is asked
         again once a module was imported or torch.ops.load_library called, as these load the libraries that register.
@@ -365,7 +365,7 @@ class Operator:
         return self.unchanged[0] == count and self.is_ours(torch.library._impls)
 
     def has_users_vmap(self) -> bool:
-        """The same of a rule for vmap."""
+        """Whether a user has registered a rule for vmap."""
         if f"{self.namespace}/{self.name}/FuncTorchBatched" in torch.library._impls:
             return True
         if self.looked_for_vmap[0] != (count := _loaded_so_far()):
@@ -393,7 +393,7 @@ class Operator:
         return error if said == str(error) else RuntimeError(said)
 
     def _registrations(self) -> list[str]:
-        """The dispatcher's kernels where a plain call passes, each with the place in a source file that registered it."""
+        """The dispatcher's kernels where a call passes, each with the place in a source file that registered it."""
         lines = torch._C._dispatch_dump(self.qualified).splitlines()
         return [line for line in lines if line.partition(":")[0].partition(" ")[0].partition("[")[0] in _PASSED]
 
@@ -507,7 +507,7 @@ class Operator:
             way = [f"if not ({recorded}):", *(f"    {line}" for line in way), plainly]
             if self.is_exact_on_one:
                 few = "{0}.numel() <= _SMALL[{0}.is_cuda] or {0}.is_cuda and _operator.is_one_of_pytorchs"
-                small = f"{{0}}.layout is _strided and {{0}}.dtype in _SMALL_DTYPES and {{0}}.dim() <= 8 and ({few})"
+                small = f"{{0}}.layout is _strided and {{0}}.dtype in _FLOATING and {{0}}.dim() <= 8 and ({few})"
                 way.insert(
                     -1, f"elif not (_modes or _there or _tracing()) and {small.format(*tensors)}: return {exact}"
                 )
@@ -630,7 +630,7 @@ class Operator:
         if first.numel() > SMALL[first.is_cuda] and not (first.is_cuda and self.is_one_of_pytorchs):
             return False
         dtype, layout = first.dtype, torch.strided
-        if dtype not in _SMALL_DTYPES or first.dim() > 8 or first.layout is not layout or first.is_nested:
+        if dtype not in _derivatives.FLOATING or first.dim() > 8 or first.layout is not layout or first.is_nested:
             return False
         try:
             if not _data_address(first):

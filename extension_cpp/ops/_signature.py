@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from extension_cpp.ops._backends import fail
+from extension_cpp.ops._derivatives import FLOATING
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 GROUPS = {"floating": FLOATING, "integer": INTEGER, "real": FLOATING + INTEGER}
 MAX_DIMS = 64
