@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.contenders import NODE, backward, compiled, graphed
-from benchmarks.harness import OURS, Case, Function, reported
+from benchmarks.harness import OURS, Case, Function, reported, time_calls
 from extension_cpp.ops._operator import reference_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -74,6 +74,8 @@ def both(
     """Forward, and forward and backward; `passes` is how often the first input is read or written, in bytes."""
     reference = described.pop("reference")
     grown = described.pop("tolerance")
+    steps = {**contenders, **described.pop("nodes", {})}
+    # What the host takes longer for than the device, and than flushing the cache hides, is timed as Python sees it.
     by_python = device == "cuda" and passes[1] < 2**29
 
     def training() -> tuple:
@@ -84,10 +86,11 @@ def both(
     yield Case(
         op,
         device,
-        {name: backward(who) for name, who in contenders.items()},
+        {name: backward(who) for name, who in steps.items()},
         training,
         backward(reference),
         workload="forward and backward",
+        timer=time_calls if by_python else None,
         bytes=passes[1],
         tolerance=grown,
         reason=NODE if by_python else "",
@@ -107,6 +110,10 @@ def rms_norm(device: str) -> Iterator[Case]:
         "torch": lambda x, weight: functional.rms_norm(x, weight.shape, weight, EPS),
         "compiled": once_compiled(lambda: lambda x, weight: functional.rms_norm(x, weight.shape, weight, EPS)),
     }
+    # How much of a step is the node in Python: with it, PyTorch's own kernels take as long.
+    nodes = (
+        {"torch's kernels, a node in Python": lambda x, weight: InPython.apply(x, weight)} if device == "cuda" else {}
+    )
     if device == "cuda" and (function := liger("rms_norm", "LigerRMSNormFunction")):
         # Not in place, as the others.
         contenders["Liger"] = lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
@@ -120,8 +127,23 @@ def rms_norm(device: str) -> Iterator[Case]:
         size = f"{rows} x {n}"
         yield from both(
             "rms_norm", device, contenders, inputs, (2 * moved, 5 * moved), dtype=dtype, size=size,
-            reference=reference, tolerance=grown,
+            reference=reference, tolerance=grown, nodes=nodes,
         )  # fmt: skip
+
+
+class InPython(torch.autograd.Function):
+    """The least that a derivative written in Python does: it calls one operator of PyTorch's each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, EPS)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, scale, weight, [True, True])
 
 
 def softmax_cross_entropy(device: str) -> Iterator[Case]:

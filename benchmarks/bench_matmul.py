@@ -106,7 +106,9 @@ def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     small = partial(case, device, torch.float32, (16, 16, 16))
     yield small(workload="a call on 16 by 16", timer=time_calls, bytes=0, operations=0, short=True)
-    yield batched_call("matmul", device, extension_cpp.matmul, torch.mm, lambda: (torch.randn(2, 16, 16, device=device),) * 2)
+    yield batched_call(
+        "matmul", device, extension_cpp.matmul, torch.mm, lambda: (torch.randn(2, 16, 16, device=device),) * 2
+    )
     for dtype in DTYPES:
         for side in SIZES[device]:
             short = dtype == torch.float32 and side == 512

@@ -20,7 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Why a peer is faster, where it is.
 CALL = "the stable ABI boxes the arguments of a call, which takes about half a microsecond that PyTorch's own operators don't"
 RECORD = "a call that records a gradient is checked in Python, for a microsecond or more, and PyTorch's own in C++"
-VMAP = "an operator's rule for vmap runs in Python, some microseconds longer than those of PyTorch's own operators in C++"
+VMAP = (
+    "an operator's rule for vmap runs in Python, some microseconds longer than those of PyTorch's own operators in C++"
+)
 NODE = "the derivative is a node in Python, which takes longer on the thread of the backward than PyTorch's in C++"
 
 

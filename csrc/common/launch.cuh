@@ -111,10 +111,11 @@ class Launch {
     check(cudaLaunchKernel(kernel, static_cast<unsigned>(blocks), threads, arguments, shared_bytes, stream_));
   }
 
-  // A kernel has no more than 48 KiB of dynamic shared memory unless it asks for it.
+  // A kernel has no more than 48 KiB of shared memory unless it asks for it: of these bytes, and of up to 32 KiB that
+  // it declares itself.
   template <class Kernel>
   void allow_shared(Kernel* kernel, size_t bytes) {
-    constexpr size_t kGranted = 48 * 1024;
+    constexpr size_t kGranted = 16 * 1024;
     if (bytes <= kGranted) return;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   }

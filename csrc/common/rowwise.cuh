@@ -19,8 +19,8 @@ namespace extension_cpp::detail {
 constexpr int kWarp = 32, kSumThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-// Threads of a block at most, of resident_kernel. Sums next to a row take registers: a block with few of them can have
-// more threads, which was faster there, and slower where there are no sums.
+// Threads of resident_kernel at most, of a block or of two. Sums next to a row take registers: with few of them there
+// can be more threads, which was faster there, and slower where there are no sums.
 template <class T>
 constexpr int threads_of(int sums, int elements) {
   return sums && sizeof(T) * elements <= 32 ? 1024 : 512;
@@ -104,6 +104,20 @@ __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
+}
+
+// Of values in registers, to where the first is aligned to 16 bytes if there are several.
+template <int kWidth, class V>
+__device__ __forceinline__ void store_wide(V* to, const V* values) {
+  if constexpr (kWidth == 1) {
+    *to = *values;
+  } else {
+    uint4 words[kWidth * sizeof(V) / 16];
+    static_assert(sizeof(words) == kWidth * sizeof(V));
+    memcpy(words, values, sizeof(words));
+#pragma unroll
+    for (const uint4& word : words) reinterpret_cast<uint4*>(to)[&word - words] = word;
+  }
 }
 
 template <class V>
@@ -456,22 +470,23 @@ __global__ void __launch_bounds__(
 #pragma unroll
         for (int j = 0; j < kEach; ++j) {
           const int chunk = first + j * step;
-          if (chunk >= chunks) continue;
-#pragma unroll
-          for (int w = 0; w < kWidth; ++w) body(s * p.size + chunk * kWidth + w, held[s][j * kWidth + w]);
+          if (chunk < chunks) body(s * p.size + chunk * kWidth, held[s] + j * kWidth);
         }
       }
     };
     if constexpr (kOfWarp) {
       for (int turn = 0; turn < of_block; ++turn) {
         if (static_cast<int>(threadIdx.x) / kWarp == turn) {
-          for_each([&](int64_t i, V value) { total[i] = turn == 0 ? value : total[i] + value; });
+          for_each([&](int64_t i, const V* values) {
+#pragma unroll
+            for (int w = 0; w < kWidth; ++w) total[i + w] = turn == 0 ? values[w] : total[i + w] + values[w];
+          });
         }
         __syncthreads();
       }
       for (int64_t i = threadIdx.x; i < Shape::kSums * p.size; i += blockDim.x) to[i] = total[i];
     } else {
-      for_each([&](int64_t i, V value) { to[i] = value; });
+      for_each([&](int64_t i, const V* values) { store_wide<kWidth>(to + i, values); });
     }
   }
 }
@@ -540,8 +555,7 @@ __global__ void __launch_bounds__(kThreads) columns_kernel(
   }
 #pragma unroll
   for (int s = 0; s < Code::Shape::kSums; ++s) {
-#pragma unroll
-    for (int w = 0; w < kWidth; ++w) sums[(part * Code::Shape::kSums + s) * p.size + chunk * kWidth + w] = held[s][w];
+    store_wide<kWidth>(sums + (part * Code::Shape::kSums + s) * p.size + chunk * kWidth, held[s]);
   }
 }
 
@@ -553,6 +567,7 @@ __global__ void __launch_bounds__(kSumThreads)
   const int lane = threadIdx.x % kWarp, line = threadIdx.x / kWarp;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
   V sum = 0;
+#pragma unroll 4
   for (int64_t part = line; i < n && part < parts; part += kSumThreads / kWarp) sum += sums[part * apart + i];
   all[line][lane] = sum;
   __syncthreads();
@@ -574,9 +589,8 @@ class RowLaunches {
   using Kept = typename RowOnCuda<Formula, T, kWidth, 1>::Kept;
   // Chunks of a row that a thread holds, of short rows and of long ones.
   static constexpr int kUsual = Shape::kSums ? (kWidth == 1 ? 8 : 16 / kWidth) : 4;
-  static constexpr int kMost = Shape::kSums ? (kWidth == 4 ? 2 * kUsual : kUsual) : std::min(8, 32 / kWidth);
-  static constexpr int kStageThreads = 512;  // A multiprocessor has one block with more.
-  static constexpr int64_t kLeastRows = 8;   // of which a block makes one sum, so that sums take little memory
+  static constexpr int kMost = Shape::kSums ? (kWidth >= 4 ? 2 * kUsual : kUsual) : std::min(8, 32 / kWidth);
+  static constexpr int64_t kLeastRows = 8;  // of which a block makes one sum, so that sums take little memory
 
  public:
   RowLaunches(Launch& launch, const View& first, const RowParameters<Formula>& p, const Formula& formula)
@@ -587,7 +601,8 @@ class RowLaunches {
   void run() {
     if (chunks_ <= kWarp * kUsual) return resident<kUsual, true>(Shape::kSums ? 512 : kThreads);
     if constexpr (Shape::kWrites) {  // Otherwise a row isn't read again.
-      constexpr int kThreadsAtMost = threads_of<T>(Shape::kSums, kUsual * kWidth);
+      // Rather twice as many chunks a thread than threads: what a row takes besides its elements is less.
+      constexpr int kThreadsAtMost = threads_of<T>(kMost > kUsual ? 0 : Shape::kSums, kUsual * kWidth);
       const int64_t threads = std::min<int64_t>(ceil_div(chunks_, kUsual * kWarp) * kWarp, kThreadsAtMost);
       if (chunks_ <= threads * kUsual) return resident<kUsual, false>(static_cast<int>(threads));
       if constexpr (kMost > kUsual) {
@@ -610,11 +625,12 @@ class RowLaunches {
     } else {
       // Of every layout, also where rows are not staged for want of alignment: the blocks, and with them the order of
       // the sums, are the same.
-      const int64_t staged = kOfWarp || threads <= kStageThreads ? 0 : bytes_to_stage<kEach>();
+      const int64_t staged = kOfWarp || kEach == kUsual ? 0 : bytes_to_stage<kEach>();
       const size_t shared = kOfWarp ? Shape::kSums * p_.size * sizeof(V) : staged;
       launch_.allow_shared(kernel, shared);
       int at_once = 1;
       launch_.check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, kernel, threads, shared));
+      if (at_once == 0) launch_.check(cudaErrorLaunchOutOfResources);
       blocks = std::min({blocks, int64_t{at_once} * processors_, ceil_div(p_.count, kLeastRows)});
       const Tensor memory = scratch(first_, blocks * Shape::kSums * p_.size * sizeof(V));
       V* const sums = static_cast<V*>(memory.mutable_data_ptr());
@@ -627,7 +643,8 @@ class RowLaunches {
   template <int kEach>
   int64_t bytes_to_stage() const {
     if (!RowOnCuda<Formula, T, kWidth, kEach>::kMayStage) return 0;
-    constexpr int kOthers = 4096;  // bytes of a block's shared memory
+    constexpr int kOthers = 1024 + 2 * kWarp * sizeof(State);  // bytes of shared memory: what a block has of its own
+    static_assert(kOthers < 32 * 1024, "State must be small enough for shared memory to hold one of each warp, twice");
     int most = 0;
     launch_.check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, first_.device_index));
     const int64_t bytes = Shape::In::count(kRows) * p_.size * static_cast<int64_t>(sizeof(T));

@@ -57,3 +57,13 @@ class TestRMSNormBackward(Contract):
         magnitude=magnitude,
         grown=lambda args, times: (*(torch.cat([a] * times) for a in args[:2]), *args[2:]),
     )
+
+    def test_lengths(self, device, dtype):
+        """On CUDA the length chooses the kernel, its threads and its shared memory: each choice computes all of a row."""
+        for size in range(512, 40_961, 512 if device == "cuda" else 8192):
+            grad, x = torch.randn(2, 20, size, device=device).to(dtype)
+            weight = torch.rand(size, device=device).to(dtype)
+            found = rms_norm_backward(grad, x, weight, 1e-3)
+            wanted = rms_norm_backward.operator.reference(grad.double(), x.double(), weight.double(), 1e-3)
+            for got, want in zip(found, wanted):
+                assert (got - want).norm() <= 4 * torch.finfo(dtype).eps * want.norm(), f"rows of {size}"

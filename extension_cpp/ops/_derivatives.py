@@ -23,8 +23,8 @@ from torch._C import (
     _len_torch_dispatch_stack,
 )
 from torch._C._functorch import (
-    TransformType,
     CVmapInterpreterPtr,
+    TransformType,
     _add_batch_dim,
     _unwrap_batched,
     _unwrap_for_grad,
@@ -118,9 +118,9 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
                 return operator.reference(*every) if alike else operator.checked(*every)
             stack: Any = get_interpreter_stack()
             top = stack[-1].key()
-            if is_plain and top == TransformType.Vmap:
-                if (found := _batched_alike(operator, stack[-1], args)) is not None:
-                    return found
+            is_batch = is_plain and top == TransformType.Vmap
+            if is_batch and (found := _batched_alike(operator, stack[-1], args)) is not None:
+                return found
             if top == TransformType.Vmap and (not operator.written or _has_users_vmap(operator, overload)):
                 return _batched(operator, overload, backend, CVmapInterpreterPtr(stack[-1]), args)
             if top == TransformType.Jvp and not operator.written:
