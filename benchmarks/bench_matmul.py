@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import backward, batched_call
+from benchmarks.contenders import CALL, backward, batched_call
 from benchmarks.harness import OURS, TOLERANCES, Case, time_calls
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
@@ -105,7 +105,7 @@ def training(device: str, dtype: torch.dtype, side: int) -> Case:
 def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     small = partial(case, device, torch.float32, (16, 16, 16))
-    yield small(workload="a call on 16 by 16", timer=time_calls, bytes=0, operations=0, short=True)
+    yield small(workload="a call on 16 by 16", timer=time_calls, bytes=0, operations=0, short=True, reason=CALL)
     yield batched_call(
         "matmul", device, extension_cpp.matmul, torch.mm, lambda: (torch.randn(2, 16, 16, device=device),) * 2
     )

@@ -17,6 +17,7 @@
 #include "common/cpu_dtypes.h"
 #include "common/memory.h"
 #include "common/simd.h"
+#include "matmul/pairs.h"
 
 namespace extension_cpp::matmul {
 namespace {
@@ -49,27 +50,47 @@ struct Blocking {
   static constexpr int64_t kWidth = 2'097'152 / (kDepth * sizeof(V)) / kColumns * kColumns;
 };
 
-// Memory for the copies: on the stack for small products, for which allocating takes longer than multiplying.
-template <class V>
-class Buffer {
+// Memory for copies and sums: on the stack for small products, for which allocating takes longer than multiplying. One
+// block of it: of several, malloc gives some back to the system each time, whose pages are then new to the next call.
+class Scratch {
  public:
-  static constexpr int64_t kSmall = 8192 / sizeof(V);
-
-  explicit Buffer(int64_t n) {
-    if (n > kSmall) large_.reset(static_cast<V*>(::operator new(n * sizeof(V), std::align_val_t(64))));
+  explicit Scratch(int64_t bytes) : next_(small_) {
+    if (bytes <= kSmall) return;
+    large_.reset(static_cast<unsigned char*>(::operator new(bytes, kLine)));
+    next_ = large_.get();
   }
-  V* get() { return large_ ? large_.get() : small_; }
+
+  template <class V>
+  static constexpr int64_t bytes(int64_t n) {
+    constexpr auto line = static_cast<int64_t>(kLine);
+    return (n * static_cast<int64_t>(sizeof(V)) + line - 1) / line * line;
+  }
+
+  template <class V>
+  V* take(int64_t n) {
+    return reinterpret_cast<V*>(std::exchange(next_, next_ + bytes<V>(n)));
+  }
 
  private:
+  static constexpr std::align_val_t kLine{64};
+  static constexpr int64_t kSmall = 24'576;
+
   struct Free {
-    void operator()(V* memory) const { ::operator delete(memory, std::align_val_t(64)); }
+    void operator()(unsigned char* memory) const { ::operator delete(memory, kLine); }
   };
-  std::unique_ptr<V[], Free> large_;
-  alignas(64) V small_[kSmall];
+  std::unique_ptr<unsigned char[], Free> large_;
+  alignas(64) unsigned char small_[kSmall];
+  unsigned char* next_;
 };
 
 int64_t round_up(int64_t x, int64_t to) {
   return (x + to - 1) / to * to;
+}
+
+// The size of the parts that n is cut into, of at most `most`: alike, as a small one takes as much packing as a large.
+int64_t part_of(int64_t n, int64_t most, int64_t unit) {
+  const int64_t parts = (n + most - 1) / most;
+  return round_up((n + parts - 1) / parts, unit);
 }
 
 #if defined(__GNUC__)
@@ -95,31 +116,34 @@ template <int kStep, class Lanes, int... kLane>
 #endif
 #endif
 
-// to[p * kStrip + i] = from(i, p), zero for the rows from `rows` to kStrip. Up to a vector behind the strip is written.
+// to[p * kStrip + i] = from(i, p), or the terms of pair p; zero for the rows from `rows` to kStrip, and for the term
+// that the last pair lacks. Up to a vector behind the strip is written.
 template <int kStrip, int kBytes, class T, class V>
-void pack_strip(const Factor<T>& from, int64_t rows, int64_t depth, V* to) {
-  if (rows < kStrip) std::fill_n(to, kStrip * depth, V(0));
+void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
+  using Packed = Packing<T, V>;
+  constexpr int kTerms = Packed::kTerms;
+  const int64_t whole = terms / kTerms;
+  if (rows < kStrip) std::fill_n(to, kStrip * ((terms + kTerms - 1) / kTerms), V(0));
+  int64_t done = 0;
   if (from.outer == 1) {
-    for (int64_t p = 0; p < depth; ++p) {
-      const T* row = from.data + p * from.inner;
+    for (; done < whole; ++done) {
+      const T* row = from.data + done * kTerms * from.inner;
       if (rows == kStrip) {
-        for (int i = 0; i < kStrip; ++i) to[p * kStrip + i] = load(row[i]);
+        for (int i = 0; i < kStrip; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
       } else {
-        for (int64_t i = 0; i < rows; ++i) to[p * kStrip + i] = load(row[i]);
+        for (int64_t i = 0; i < rows; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
       }
     }
-    return;
   }
-  int64_t done = 0;
 #if defined(EXTENSION_CPP_TRANSPOSE)
   constexpr int kLanes = Blocking<V, kBytes>::kLanes, kBlocks = (kStrip + kLanes - 1) / kLanes;
   if (from.inner == 1 && rows == kStrip) {
-    for (; done + kLanes <= depth; done += kLanes) {
+    for (; done + kLanes <= whole; done += kLanes) {
       Vector<V, kBytes> blocks[kBlocks][kLanes] = {};
       for (int i = 0; i < kStrip; ++i) {
-        const T* row = from.data + i * from.outer + done;
+        const T* row = from.data + i * from.outer + done * kTerms;
         __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
-        load(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]), kLanes);
+        Packed::row(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]), kLanes);
       }
       for (auto& block : blocks) transpose<1>(block, std::make_integer_sequence<int, kLanes>());
       // In the order of the addresses: what is written behind a row is overwritten by the next.
@@ -134,26 +158,35 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t depth, V* to) {
 #endif
   for (int64_t i = 0; i < rows; ++i) {
     const T* row = from.data + i * from.outer;
-    for (int64_t p = done; p < depth; ++p) to[p * kStrip + i] = load(row[p * from.inner]);
+    for (int64_t p = done; p < whole; ++p) to[p * kStrip + i] = Packed::one(row + p * kTerms * from.inner, from.inner);
+    if (whole * kTerms < terms) to[whole * kStrip + i] = Packed::last(row + whole * kTerms * from.inner);
   }
 }
 
 // A tile of c, in registers: rows of a strip of a, kStrip apart, with those of a strip of b, b_step apart.
-template <class V, int kBytes, int kRows>
+template <class V, int kBytes, int kRows, class P>
 void multiply_tile(
-    int64_t depth, const V* a, const V* b, int64_t b_step, bool add, V* c, int64_t c_step, int64_t rows,
+    int64_t depth, const P* a, const P* b, int64_t b_step, bool add, V* c, int64_t c_step, int64_t rows,
     int64_t columns) {
   using B = Blocking<V, kBytes>;
   using Lanes = Vector<V, kBytes>;
   using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-  Lanes sums[kRows][2] = {};
-  for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
-    const Lanes left = reinterpret_cast<const Anywhere*>(b)[0], right = reinterpret_cast<const Anywhere*>(b)[1];
+  for (int64_t i = 0; add && i < rows; ++i) {  // Else the sums in c are waited for at the end.
+    for (int64_t j = 0; j < columns; j += 64 / sizeof(V)) __builtin_prefetch(c + i * c_step + j, 1);
+  }
+  Lanes sums[kRows][2];
+  if constexpr (std::is_same_v<P, V>) {
+    std::memset(sums, 0, sizeof(sums));
+    for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
+      const Lanes left = reinterpret_cast<const Anywhere*>(b)[0], right = reinterpret_cast<const Anywhere*>(b)[1];
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      sums[i][0] += a[i] * left;
-      sums[i][1] += a[i] * right;
+      for (int i = 0; i < kRows; ++i) {
+        sums[i][0] += a[i] * left;
+        sums[i][1] += a[i] * right;
+      }
     }
+  } else {
+    add_pairs<kRows, B::kRows>(depth, a, b, reinterpret_cast<float*>(sums));
   }
   const bool whole = rows == kRows && columns == B::kColumns;
   V edge[kRows][B::kColumns];
@@ -172,33 +205,35 @@ void multiply_tile(
 }
 
 // c = a * b, of m by n sums over k, in one thread.
-template <int kBytes, class T, class V>
+template <int kBytes, class T, class P, class V>
 void multiply(
-    const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
-    V* packed_b) {
-  using B = Blocking<V, kBytes>;
+    const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, P* packed_a,
+    P* packed_b) {
+  using B = Blocking<P, kBytes>;
+  constexpr int kTerms = Packing<T, P>::kTerms;
   // A strip of b that few rows of a meet is read where it lies, if it lies in order.
-  const bool in_place = std::is_same_v<T, V> && b.outer == 1 && m <= 4 * B::kRows;
-  for (int64_t j0 = 0; j0 < n; j0 += B::kWidth) {
-    const int64_t width = std::min(B::kWidth, n - j0);
-    for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
-      const int64_t depth = std::min(B::kDepth, k - p0);
-      for (int64_t i0 = 0; i0 < m; i0 += B::kHeight) {
-        const int64_t height = std::min(B::kHeight, m - i0);
+  const bool in_place = std::is_same_v<T, P> && b.outer == 1 && m <= 4 * B::kRows;
+  const int64_t most_width = part_of(n, B::kWidth, B::kColumns), most_height = part_of(m, B::kHeight, B::kRows);
+  for (int64_t j0 = 0; j0 < n; j0 += most_width) {
+    const int64_t width = std::min(most_width, n - j0);
+    for (int64_t p0 = 0; p0 < k; p0 += B::kDepth * kTerms) {
+      const int64_t terms = std::min(B::kDepth * kTerms, k - p0), depth = (terms + kTerms - 1) / kTerms;
+      for (int64_t i0 = 0; i0 < m; i0 += most_height) {
+        const int64_t height = std::min(most_height, m - i0);
         for (int64_t i = 0; i < height; i += B::kRows) {
           const Factor<T> strip{a.data + (i0 + i) * a.outer + p0 * a.inner, a.outer, a.inner};
-          pack_strip<B::kRows, kBytes>(strip, std::min<int64_t>(B::kRows, height - i), depth, packed_a + i * depth);
+          pack_strip<B::kRows, kBytes>(strip, std::min<int64_t>(B::kRows, height - i), terms, packed_a + i * depth);
         }
         for (int64_t j = 0; j < width; j += B::kColumns) {
           const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
           const Factor<T> strip{b.data + (j0 + j) * b.outer + p0 * b.inner, b.outer, b.inner};
-          const V* rows_of_b = packed_b + j * depth;
+          const P* rows_of_b = packed_b + j * depth;
           int64_t b_step = B::kColumns;
           if (in_place && columns == B::kColumns) {
-            rows_of_b = reinterpret_cast<const V*>(strip.data);
+            rows_of_b = reinterpret_cast<const P*>(strip.data);
             b_step = strip.inner;
           } else if (i0 == 0) {
-            pack_strip<B::kColumns, kBytes>(strip, columns, depth, packed_b + j * depth);
+            pack_strip<B::kColumns, kBytes>(strip, columns, terms, packed_b + j * depth);
           }
           for (int64_t i = 0; i < height; i += B::kRows) {
             const int64_t rows = std::min<int64_t>(B::kRows, height - i);
@@ -221,28 +256,36 @@ void multiply(
   }
 }
 
-// The same for rows and columns of c of the type of the factors: halves are summed in float32 a block at a time.
-template <int kBytes, class T>
+// The same for rows and columns of c of the type of the factors, which are packed as P: halves are summed in float32 a
+// block at a time.
+template <int kBytes, class P, class T>
 void multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
   constexpr bool kInPlace = !std::is_same_v<T, float16> && !std::is_same_v<T, bfloat16>;
   using V = std::conditional_t<kInPlace, T, float>;
-  using B = Blocking<V, kBytes>;
+  using B = Blocking<P, kBytes>;
   const int64_t depth = std::min(B::kDepth, k), width = round_up(std::min(B::kWidth, n), B::kColumns);
   const int64_t height = round_up(std::min(B::kHeight, m), B::kRows);
   constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
-  Buffer<V> packed_a(height * depth + kBehind), packed_b(width * depth + kBehind);
+  const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
   if constexpr (kInPlace) {
-    multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a.get(), packed_b.get());
+    Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b));
+    P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
+    multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
   } else {
-    Buffer<V> sums(height * width);
-    for (int64_t i = 0; i < m; i += B::kHeight) {
-      const int64_t rows = std::min(B::kHeight, m - i);
-      for (int64_t j = 0; j < n; j += B::kWidth) {
-        const int64_t columns = std::min(B::kWidth, n - j);
+    // b is packed once for so many rows.
+    const int64_t most_rows = part_of(m, 4 * B::kHeight, B::kRows), most_columns = part_of(n, B::kWidth, B::kColumns);
+    const int64_t of_sums = std::min(most_rows, m) * std::min(most_columns, n);
+    Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b) + Scratch::bytes<V>(of_sums));
+    P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
+    V* const sums = scratch.take<V>(of_sums);
+    for (int64_t i = 0; i < m; i += most_rows) {
+      const int64_t rows = std::min(most_rows, m - i);
+      for (int64_t j = 0; j < n; j += most_columns) {
+        const int64_t columns = std::min(most_columns, n - j);
         const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
-        multiply<kBytes>(part_a, part_b, rows, columns, k, sums.get(), columns, packed_a.get(), packed_b.get());
+        multiply<kBytes>(part_a, part_b, rows, columns, k, sums, columns, packed_a, packed_b);
         for (int64_t r = 0; r < rows; ++r) {
-          store(c + (i + r) * c_step + j, sums.get() + r * columns, columns);
+          store(c + (i + r) * c_step + j, sums + r * columns, columns);
         }
       }
     }
@@ -268,6 +311,10 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / kWorthAThread, 1, torch::stable::get_num_threads()));
   const auto [parts_m, parts_n] = cut(m, n, threads);
+  bool by_pairs = false;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    by_pairs = simd::multiplies_pairs() && !has_subnormal(a, m, k) && !has_subnormal(b, n, k);
+  }
   const int64_t rows = round_up((m + parts_m - 1) / parts_m, kPart);
   const int64_t columns = round_up((n + parts_n - 1) / parts_n, 4 * kPart);
   auto body = [&, parts_n = parts_n](int64_t begin, int64_t end) {
@@ -276,7 +323,16 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       if (i >= m || j >= n) continue;
       const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
       simd::run_for_width([&]<int kBytes>() {
-        multiply_block<kBytes>(part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
+        auto multiply_as = [&]<class P>(P) {
+          multiply_block<kBytes, P>(
+              part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
+        };
+#if defined(EXTENSION_CPP_PAIRS)
+        if constexpr (std::is_same_v<T, bfloat16> && kBytes == 64) {
+          if (by_pairs) return multiply_as(Pair());
+        }
+#endif
+        multiply_as(decltype(load(T()))());
       });
     }
   };

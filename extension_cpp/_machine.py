@@ -84,8 +84,9 @@ def simd(wanted: str = "") -> str:
     have = set(flags[1].split())
     if wanted == "baseline" or not {"avx2", "fma"} <= have:
         return "baseline"
-    wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= have
-    return "avx512" if wide and wanted != "avx2" else "avx2"
+    if wanted == "avx2" or not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= have:
+        return "avx2"
+    return "avx512_bf16" if "avx512_bf16" in have and wanted != "avx512" else "avx512"
 
 
 def text_of(file: Path) -> str:

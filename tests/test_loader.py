@@ -231,7 +231,9 @@ def test_sparse_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["baseline", pytest.param("avx2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "level", ["baseline", *(pytest.param(level, marks=pytest.mark.long) for level in ("avx2", "avx512"))]
+)
 def test_every_vector_width(level):
     """The values hold for the code of each instruction set that this machine has; the other tests see the best one."""
     here = Path(__file__).parent

@@ -118,6 +118,20 @@ class TestMatmul(Contract):
             with pytest.raises(RuntimeError, match="matmul: b must have"):
                 torch.vmap(product, (1, 2))(batch_a, wrong)
 
+    def test_subnormal_factors(self, device):
+        """Numbers below the normal ones count, also where the processor has an instruction that takes them for zero."""
+        if self.backend == "reference":
+            pytest.skip("PyTorch's own product on the CPU takes them for zero")
+        tiny, large = (
+            torch.full((70, 45), value, dtype=torch.bfloat16, device=device) for value in (2.0**-130, 2.0**20)
+        )
+        normal = torch.ones_like(large)
+        normal[3, 4] = tiny[0, 0]
+        for a in (tiny, tiny.t().contiguous().t(), tiny[::2]):
+            compare(a, large.t())
+            compare(large, a.t())
+        compare(normal, large.t())
+
     def test_training(self, device):
         """The gradients that torch.mm has, of a step that a user writes."""
         x, w = factors(device, torch.float32, 70, 50, 30)

@@ -1,6 +1,6 @@
 // One binary for every x86-64: code is compiled for the baseline, for AVX2 and for AVX-512, and the machine's own is
-// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline or avx2 holds it to less, to test those or to find a
-// fault.
+// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline, avx2 or avx512 holds it to less, to test those or to find
+// a fault.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +10,7 @@ namespace extension_cpp::simd {
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-enum class Level { kBaseline, kAvx2, kAvx512 };
+enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
 inline Level level() {
   static const Level found = [] {
@@ -21,7 +21,8 @@ inline Level level() {
     if (wanted == "avx2") return Level::kAvx2;
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return avx512 ? Level::kAvx512 : Level::kAvx2;
+    if (!avx512) return Level::kAvx2;
+    return __builtin_cpu_supports("avx512bf16") && wanted != "avx512" ? Level::kAvx512Bf16 : Level::kAvx512;
   }();
   return found;
 }
@@ -49,6 +50,7 @@ __attribute__((target(EXTENSION_CPP_AVX512), flatten)) void run_avx512(const Bod
 template <class Body>
 void run(const Body& body) {
   switch (level()) {
+    case Level::kAvx512Bf16:
     case Level::kAvx512: return detail::run_avx512(body);
     case Level::kAvx2: return detail::run_avx2(body);
     case Level::kBaseline: return body();
@@ -59,14 +61,23 @@ void run(const Body& body) {
 template <class Body>
 void run_for_width(const Body& body) {
   switch (level()) {
+    case Level::kAvx512Bf16:
     case Level::kAvx512: return detail::run_avx512([&] { body.template operator()<64>(); });
     case Level::kAvx2: return detail::run_avx2([&] { body.template operator()<32>(); });
     case Level::kBaseline: return body.template operator()<16>();
   }
 }
 
+// Whether the processor adds products of pairs of bfloat16 (AVX512-BF16).
+inline bool multiplies_pairs() {
+  return level() == Level::kAvx512Bf16;
+}
+
 #else
 
+inline bool multiplies_pairs() {
+  return false;
+}
 template <class Body>
 void run(const Body& body) {
   body();

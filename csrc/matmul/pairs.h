@@ -1,0 +1,89 @@
+// bfloat16 on processors that multiply pairs of them: one instruction adds two products to a sum in float32, so that a
+// product takes half the time of one in float32. A pair is two elements that follow each other along the sum, and is
+// packed as one number.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "../common/cpu_dtypes.h"
+#include "../common/memory.h"
+#include "../matmul.h"
+
+namespace extension_cpp::matmul {
+
+using Pair = uint32_t;
+
+// How elements are packed: kTerms of them as one V, with a step of `next` between them.
+template <class T, class V>
+struct Packing {
+  static constexpr int kTerms = 1;
+  static V one(const T* at, int64_t) { return load(*at); }
+  static V last(const T* at) { return load(*at); }
+  static void row(const T* from, V* to, int64_t n) { load(from, to, n); }
+};
+template <>
+struct Packing<bfloat16, Pair> {
+  static constexpr int kTerms = 2;
+  static Pair one(const bfloat16* at, int64_t next) { return at->bits | static_cast<Pair>(at[next].bits) << 16; }
+  static Pair last(const bfloat16* at) { return at->bits; }  // of an odd number
+  static void row(const bfloat16* from, Pair* to, int64_t n) { std::memcpy(to, from, n * sizeof(Pair)); }
+};
+
+// Whether an element is subnormal, which the instruction takes for zero.
+inline bool has_subnormal(const Factor<bfloat16>& factor, int64_t rows, int64_t k) {
+  const bool along_k = factor.inner <= factor.outer;
+  const int64_t lines = along_k ? rows : k, n = along_k ? k : rows;
+  const int64_t apart = along_k ? factor.outer : factor.inner, step = along_k ? factor.inner : factor.outer;
+  std::atomic<bool> found = false;
+  auto look = [&](int64_t begin, int64_t end) {
+    for (int64_t line = begin; line < end && !found.load(std::memory_order_relaxed); ++line) {
+      const bfloat16* const at = factor.data + line * apart;
+      unsigned any = 0;
+      auto add = [&](bfloat16 x) { any |= static_cast<unsigned>((x.bits & 0x7fff) - 1) < 0x7f; };
+      simd::run([&] {
+        if (step == 1) {
+          for (int64_t i = 0; i < n; ++i) add(at[i]);
+        } else {
+          for (int64_t i = 0; i < n; ++i) add(at[i * step]);
+        }
+      });
+      if (any) found = true;
+    }
+  };
+  constexpr int64_t kWorthAThread = 1 << 16;
+  if (lines * n < 2 * kWorthAThread) {
+    look(0, lines);
+  } else {
+    parallel_for(0, lines, std::max<int64_t>(1, kWorthAThread / n), look);
+  }
+  return found;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define EXTENSION_CPP_PAIRS
+
+// sums[i] += the products of row i of a strip of a, kStrip apart, with those of two vectors of b.
+template <int kRows, int kStrip>
+__attribute__((target("avx512f,avx512bf16"))) void add_pairs(int64_t depth, const Pair* a, const Pair* b, float* sums) {
+  constexpr int kLanes = 16;
+  __m512 of[kRows][2] = {};
+  for (int64_t p = 0; p < depth; ++p, a += kStrip, b += 2 * kLanes) {
+    const auto left = (__m512bh)_mm512_loadu_si512(b), right = (__m512bh)_mm512_loadu_si512(b + kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
+      of[i][0] = _mm512_dpbf16_ps(of[i][0], pair, left);
+      of[i][1] = _mm512_dpbf16_ps(of[i][1], pair, right);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    _mm512_storeu_ps(sums + i * 2 * kLanes, of[i][0]);
+    _mm512_storeu_ps(sums + i * 2 * kLanes + kLanes, of[i][1]);
+  }
+}
+
+#endif
+
+}  // namespace extension_cpp::matmul
