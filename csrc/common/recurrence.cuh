@@ -137,8 +137,7 @@ void run_steps(const char* op, const View& first, const Cell& cell, const Sequen
     launch(backward_kernel<Cell, T, V>, blocks, kThreads, 0, p, cell, sums);
     for (int w = 0; w < S::kWeights; ++w) {
       T* const to = static_cast<T*>(p.results[S::kStates + S::kInputs + w]);
-      const int64_t groups = ceil_div(p.width, kWarp);
-      launch(sum_kernel<T, V>, groups, kSumThreads, 0, sums + w * p.width, p.batch, of_row, p.width, to);
+      sum_parts(launch, sums + w * p.width, p.batch, of_row, p.width, to);
     }
   } else {
     launch(forward_kernel<Cell, T>, blocks, kThreads, 0, p, cell);

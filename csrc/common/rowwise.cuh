@@ -559,21 +559,44 @@ __global__ void __launch_bounds__(kThreads) columns_kernel(
   }
 }
 
-// The sums of all parts, in a fixed order.
-template <class T, class V>
+// The sums of all parts, in a fixed order. A block has kAtOnce elements, and a warp a part or several at a time.
+template <int kAtOnce, class T, class V>
 __global__ void __launch_bounds__(kSumThreads)
     sum_kernel(const V* sums, int64_t parts, int64_t apart, int64_t n, T* to) {
-  __shared__ V all[kSumThreads / kWarp][kWarp];
-  const int lane = threadIdx.x % kWarp, line = threadIdx.x / kWarp;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
+  constexpr int kLines = kSumThreads / kAtOnce, kAhead = 8;
+  __shared__ V all[kSumThreads / kWarp][kAtOnce];
+  const int lane = threadIdx.x % kAtOnce, warp = threadIdx.x / kWarp;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kAtOnce + lane;
   V sum = 0;
-#pragma unroll 4
-  for (int64_t part = line; i < n && part < parts; part += kSumThreads / kWarp) sum += sums[part * apart + i];
-  all[line][lane] = sum;
+  for (int64_t first = threadIdx.x / kAtOnce; i < n && first < parts; first += kLines * kAhead) {
+    V some[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int64_t part = first + k * kLines;
+      some[k] = part < parts ? sums[part * apart + i] : V(0);
+    }
+#pragma unroll
+    for (const V& one : some) sum += one;
+  }
+#pragma unroll
+  for (int mask = kAtOnce; mask < kWarp; mask *= 2) sum += __shfl_xor_sync(kAllLanes, sum, mask);
+  if (threadIdx.x % kWarp < kAtOnce) all[warp][lane] = sum;
   __syncthreads();
-  if (line > 0 || i >= n) return;
+  if (threadIdx.x >= kAtOnce || i >= n) return;
   for (int k = 1; k < kSumThreads / kWarp; ++k) sum += all[k][lane];
   to[i] = static_cast<T>(sum);
+}
+
+template <class T, class V>
+void sum_parts(Launch& launch, const V* sums, int64_t parts, int64_t apart, int64_t n, T* to) {
+  auto run = [&]<int kAtOnce>(std::integral_constant<int, kAtOnce>) {
+    launch(sum_kernel<kAtOnce, T, V>, ceil_div(n, kAtOnce), kSumThreads, 0, sums, parts, apart, n, to);
+  };
+  if (n <= int64_t{16} * launch.processors()) {  // Short sums have many parts, and would have few blocks.
+    run(std::integral_constant<int, 8>());
+  } else {
+    run(std::integral_constant<int, kWarp>());
+  }
 }
 
 // Memory of the operator's own.
@@ -686,8 +709,7 @@ class RowLaunches {
       if (Shape::Out::kAt[k] != kColumns) continue;
       const V* from = sums + place_of<typename Shape::Out>(k) * p_.size;
       T* const to = static_cast<T*>(p_.results[k]);
-      launch_(
-          sum_kernel<T, V>, ceil_div(p_.size, kWarp), kSumThreads, 0, from, parts, Shape::kSums * p_.size, p_.size, to);
+      sum_parts(launch_, from, parts, Shape::kSums * p_.size, p_.size, to);
     }
   }
 
