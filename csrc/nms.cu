@@ -81,7 +81,8 @@ void select_few(
   launch(
       classes.values ? mask_kernel<true, T> : mask_kernel<false, T>, ceil_div(pairs, kMaskThreads / kWarp),
       kMaskThreads, 0, source, order, classes, n, threshold, mask);
-  launch(decide_kernel, 1, std::min<int64_t>(tiles * kWarp, kDecideThreads), 0, mask, order, n, out.indices, out.count);
+  const int64_t threads = std::min<int64_t>(ceil_div(tiles, 2) * kWarp, kDecideThreads);
+  launch(decide_kernel, 1, static_cast<int>(threads), 0, mask, order, n, out.indices, out.count);
 }
 
 template <class T, class V = typename Source<T>::V>

@@ -102,43 +102,58 @@ __global__ void __launch_bounds__(kMaskThreads) mask_kernel(
   mask[other_tile * tiles_of(n) * kWarp + rank] = bits;
 }
 
-// One block. A warp has every so many-th tile, takes out what the tiles before it suppress as soon as each is decided,
-// and decides its own. What one tile waits for is the tile before, which takes some hundred cycles and no barrier:
-// racecheck, which knows no order but that of barriers, reports each access to `decided` before the last of them.
+// One block. A warp has every so many-th pair of tiles, takes out what the tiles before suppress as soon as each is
+// decided, and decides its own. What a pair waits for is the pair before, which takes some hundred cycles and no
+// barrier: racecheck, which knows no order but that of barriers, reports each access to `decided` before the last of
+// them.
 __global__ void __launch_bounds__(kDecideThreads, 1)
     decide_kernel(const uint32_t* mask, const int64_t* order, uint32_t n, int64_t* out, int64_t* count) {
-  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 32;
-  constexpr uint32_t kNext = 2;                     // So many tiles ahead a warp doesn't sleep while it waits.
+  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 8;
+  constexpr uint32_t kNext = 2;                     // So many pairs ahead a warp doesn't sleep while it waits.
   constexpr uint64_t kDecided = uint64_t{1} << 32;  // Above a tile's bits, for one access to both.
   __shared__ uint64_t decided[kMostTiles];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const uint32_t tiles = tiles_of(n), stride = tiles * kWarp;
-  for (uint32_t t = threadIdx.x; t < tiles; t += blockDim.x) decided[t] = 0;
+  for (uint32_t t = threadIdx.x; t < kMostTiles; t += blockDim.x) decided[t] = 0;
   __syncthreads();
-  for (uint32_t tile = warp; tile < tiles; tile += warps) {
-    const uint32_t rank = tile * kWarp + lane, own = mask[tile * stride + rank];
-    uint32_t hit = rank >= n;
-    for (uint32_t begin = 0; begin < tile; begin += kAhead) {
-      uint32_t words[kAhead];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) words[k] = begin + k < tile ? mask[(begin + k) * stride + rank] : 0;
+  auto decision = [&](uint32_t tile) { return *static_cast<volatile uint64_t*>(decided + tile); };
+  for (uint32_t pair = warp; 2 * pair < tiles; pair += warps) {
+    const uint32_t a = 2 * pair * kWarp + lane, b = a + kWarp;  // ranks of this lane
+    const bool has_b = 2 * pair + 1 < tiles;                    // Only the last pair may lack it.
+    const uint32_t* const own = mask + 2 * pair * stride;
+    const uint32_t a_by_a = own[a], b_by_a = has_b ? own[b] : 0, b_by_b = has_b ? own[stride + b] : 0;
+    uint32_t hit_a = a >= n, hit_b = b >= n;
+    for (uint32_t begin = 0; begin < pair; begin += kAhead) {
+      uint32_t words[kAhead][4] = {};
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
-        if (begin + k >= tile) break;
-        uint64_t kept;
-        while ((kept = *static_cast<volatile uint64_t*>(decided + begin + k)) == 0) {
-          if (begin + k + kNext < tile) __nanosleep(20);  // Else those that wait take the turns of the one that works.
+        if (begin + k >= pair) continue;
+        const uint32_t* const from = mask + 2 * (begin + k) * stride;
+        words[k][0] = from[a], words[k][1] = from[stride + a];
+        if (has_b) words[k][2] = from[b], words[k][3] = from[stride + b];
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (begin + k >= pair) break;
+        uint64_t first, second;
+        while (true) {
+          first = decision(2 * (begin + k)), second = decision(2 * (begin + k) + 1);
+          if (first != 0 && second != 0) break;
+          if (begin + k + kNext < pair) __nanosleep(20);  // Else those that wait take the turns of the one that works.
         }
-        hit |= words[k] & static_cast<uint32_t>(kept);
+        const auto kept_a = static_cast<uint32_t>(first), kept_b = static_cast<uint32_t>(second);
+        hit_a |= (words[k][0] & kept_a) | (words[k][1] & kept_b);
+        hit_b |= (words[k][2] & kept_a) | (words[k][3] & kept_b);
       }
     }
-    // Of the ranks in the tile, those that nothing kept suppresses: after as many turns as the longest chain has links.
-    uint32_t last, now = __ballot_sync(kAll, hit == 0);
+    // Of the ranks in the pair, those that nothing kept suppresses: after as many turns as the longest chain has links.
+    uint32_t last_a, last_b, now_a = __ballot_sync(kAll, hit_a == 0), now_b = __ballot_sync(kAll, hit_b == 0);
     do {
-      last = now;
-      now = __ballot_sync(kAll, hit == 0 && (own & last) == 0);
-    } while (now != last);
-    if (lane == 0) *static_cast<volatile uint64_t*>(decided + tile) = kDecided | now;
+      last_a = now_a, last_b = now_b;
+      now_a = __ballot_sync(kAll, hit_a == 0 && (a_by_a & last_a) == 0);
+      now_b = __ballot_sync(kAll, hit_b == 0 && ((b_by_a & last_a) | (b_by_b & last_b)) == 0);
+    } while (now_a != last_a || now_b != last_b);
+    if (lane < 2) *static_cast<volatile uint64_t*>(decided + 2 * pair + lane) = kDecided | (lane == 0 ? now_a : now_b);
   }
   __syncthreads();
   for (uint32_t tile = warp; tile < tiles; tile += warps) {
