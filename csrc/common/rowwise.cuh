@@ -106,7 +106,8 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// Of values in registers, to where the first is aligned to 16 bytes if there are several.
+// Stores kWidth values. Where there are several, the first is aligned to 16 bytes, and so wide are the stores: a
+// thread's values lie apart from the next thread's, so that single ones would each write a part of a sector of memory.
 template <int kWidth, class V>
 __device__ __forceinline__ void store_wide(V* to, const V* values) {
   if constexpr (kWidth == 1) {
@@ -587,6 +588,7 @@ __global__ void __launch_bounds__(kSumThreads)
   to[i] = static_cast<T>(sum);
 }
 
+// to[i]: the sum of sums[part * apart + i] over the parts.
 template <class T, class V>
 void sum_parts(Launch& launch, const V* sums, int64_t parts, int64_t apart, int64_t n, T* to) {
   auto run = [&]<int kAtOnce>(std::integral_constant<int, kAtOnce>) {
@@ -624,8 +626,8 @@ class RowLaunches {
   void run() {
     if (chunks_ <= kWarp * kUsual) return resident<kUsual, true>(Shape::kSums ? 512 : kThreads);
     if constexpr (Shape::kWrites) {  // Otherwise a row isn't read again.
-      // Rather twice as many chunks a thread than threads: what a row takes besides its elements is less.
-      constexpr int kThreadsAtMost = threads_of<T>(kMost > kUsual ? 0 : Shape::kSums, kUsual * kWidth);
+      // Twice the chunks a thread take less time than twice the threads: what a row takes besides its elements is half.
+      constexpr int kThreadsAtMost = kMost > kUsual ? 512 : threads_of<T>(Shape::kSums, kUsual * kWidth);
       const int64_t threads = std::min<int64_t>(ceil_div(chunks_, kUsual * kWarp) * kWarp, kThreadsAtMost);
       if (chunks_ <= threads * kUsual) return resident<kUsual, false>(static_cast<int>(threads));
       if constexpr (kMost > kUsual) {

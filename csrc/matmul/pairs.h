@@ -63,7 +63,7 @@ inline bool has_subnormal(const Factor<bfloat16>& factor, int64_t rows, int64_t 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define EXTENSION_CPP_PAIRS
 
-// sums[i] += the products of row i of a strip of a, kStrip apart, with those of two vectors of b.
+// sums[i]: the sum of the products of row i of a strip of a, kStrip apart, with those of two vectors of b.
 template <int kRows, int kStrip>
 __attribute__((target("avx512f,avx512bf16"))) void add_pairs(int64_t depth, const Pair* a, const Pair* b, float* sums) {
   constexpr int kLanes = 16;
