@@ -163,7 +163,8 @@ def softmax_cross_entropy(device: str) -> Iterator[Case]:
     }
     if device == "cuda" and (function := liger("cross_entropy", "LigerCrossEntropyFunction")):
         # It has no other form: where a gradient is recorded, that takes the place of the logits.
-        contenders["Liger in place"] = lambda logits, target: function.apply(logits, target, None, -100, 0, 0, "none")[0]
+        others = None, -100, 0.0, 0.0, "none"
+        contenders["Liger in place"] = lambda logits, target: function.apply(logits, target, *others)[0]
     for dtype, (rows, n) in product(DTYPES, LOGITS[device]):
 
         def inputs(dtype: torch.dtype = dtype, rows: int = rows, n: int = n) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -204,13 +205,14 @@ void multiply_tile(
   }
 }
 
-// c = a * b, of m by n sums over k, in one thread.
+// c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero.
 template <int kBytes, class T, class P, class V>
-void multiply(
+bool multiply(
     const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, P* packed_a,
     P* packed_b) {
   using B = Blocking<P, kBytes>;
   constexpr int kTerms = Packing<T, P>::kTerms;
+  bool right = true;
   // A strip of b that few rows of a meet is read where it lies, if it lies in order.
   const bool in_place = std::is_same_v<T, P> && b.outer == 1 && m <= 4 * B::kRows;
   const int64_t most_width = part_of(n, B::kWidth, B::kColumns), most_height = part_of(m, B::kHeight, B::kRows);
@@ -223,6 +225,7 @@ void multiply(
         for (int64_t i = 0; i < height; i += B::kRows) {
           const Factor<T> strip{a.data + (i0 + i) * a.outer + p0 * a.inner, a.outer, a.inner};
           pack_strip<B::kRows, kBytes>(strip, std::min<int64_t>(B::kRows, height - i), terms, packed_a + i * depth);
+          if constexpr (kTerms > 1) right = right && !has_subnormal(packed_a + i * depth, B::kRows * depth);
         }
         for (int64_t j = 0; j < width; j += B::kColumns) {
           const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
@@ -234,6 +237,7 @@ void multiply(
             b_step = strip.inner;
           } else if (i0 == 0) {
             pack_strip<B::kColumns, kBytes>(strip, columns, terms, packed_b + j * depth);
+            if constexpr (kTerms > 1) right = right && !has_subnormal(packed_b + j * depth, B::kColumns * depth);
           }
           for (int64_t i = 0; i < height; i += B::kRows) {
             const int64_t rows = std::min<int64_t>(B::kRows, height - i);
@@ -254,12 +258,13 @@ void multiply(
       }
     }
   }
+  return right;
 }
 
 // The same for rows and columns of c of the type of the factors, which are packed as P: halves are summed in float32 a
 // block at a time.
 template <int kBytes, class P, class T>
-void multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
+bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
   constexpr bool kInPlace = !std::is_same_v<T, float16> && !std::is_same_v<T, bfloat16>;
   using V = std::conditional_t<kInPlace, T, float>;
   using B = Blocking<P, kBytes>;
@@ -270,7 +275,7 @@ void multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   if constexpr (kInPlace) {
     Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b));
     P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
-    multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
+    return multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
   } else {
     // b is packed once for so many rows.
     const int64_t most_rows = part_of(m, 4 * B::kHeight, B::kRows), most_columns = part_of(n, B::kWidth, B::kColumns);
@@ -278,17 +283,19 @@ void multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
     Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b) + Scratch::bytes<V>(of_sums));
     P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
     V* const sums = scratch.take<V>(of_sums);
+    bool right = true;
     for (int64_t i = 0; i < m; i += most_rows) {
       const int64_t rows = std::min(most_rows, m - i);
       for (int64_t j = 0; j < n; j += most_columns) {
         const int64_t columns = std::min(most_columns, n - j);
         const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
-        multiply<kBytes>(part_a, part_b, rows, columns, k, sums, columns, packed_a, packed_b);
+        right = multiply<kBytes>(part_a, part_b, rows, columns, k, sums, columns, packed_a, packed_b) && right;
         for (int64_t r = 0; r < rows; ++r) {
           store(c + (i + r) * c_step + j, sums + r * columns, columns);
         }
       }
     }
+    return right;
   }
 }
 
@@ -311,10 +318,7 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / kWorthAThread, 1, torch::stable::get_num_threads()));
   const auto [parts_m, parts_n] = cut(m, n, threads);
-  bool by_pairs = false;
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    by_pairs = simd::multiplies_pairs() && !has_subnormal(a, m, k) && !has_subnormal(b, n, k);
-  }
+  std::atomic<bool> by_pairs = std::is_same_v<T, bfloat16> && simd::multiplies_pairs();
   const int64_t rows = round_up((m + parts_m - 1) / parts_m, kPart);
   const int64_t columns = round_up((n + parts_n - 1) / parts_n, 4 * kPart);
   auto body = [&, parts_n = parts_n](int64_t begin, int64_t end) {
@@ -324,19 +328,25 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
       simd::run_for_width([&]<int kBytes>() {
         auto multiply_as = [&]<class P>(P) {
-          multiply_block<kBytes, P>(
+          return multiply_block<kBytes, P>(
               part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
         };
 #if defined(EXTENSION_CPP_PAIRS)
         if constexpr (std::is_same_v<T, bfloat16> && kBytes == 64) {
-          if (by_pairs) return multiply_as(Pair());
+          if (by_pairs) {
+            if (!multiply_as(Pair())) by_pairs = false;
+            return;
+          }
         }
 #endif
         multiply_as(decltype(load(T()))());
       });
     }
   };
-  threads == 1 ? body(0, 1) : parallel_for(0, parts_m * parts_n, 1, body);
+  bool tried = by_pairs;
+  do {
+    threads == 1 ? body(0, 1) : parallel_for(0, parts_m * parts_n, 1, body);
+  } while (std::exchange(tried, false) && !by_pairs);  // All of it again, so that the bits don't depend on the parts.
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, bool) {

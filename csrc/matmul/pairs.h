@@ -3,11 +3,9 @@
 // packed as one number.
 #pragma once
 
-#include <atomic>
 #include <cstring>
 
 #include "../common/cpu_dtypes.h"
-#include "../common/memory.h"
 #include "../matmul.h"
 
 namespace extension_cpp::matmul {
@@ -30,34 +28,12 @@ struct Packing<bfloat16, Pair> {
   static void row(const bfloat16* from, Pair* to, int64_t n) { std::memcpy(to, from, n * sizeof(Pair)); }
 };
 
-// Whether an element is subnormal, which the instruction takes for zero.
-inline bool has_subnormal(const Factor<bfloat16>& factor, int64_t rows, int64_t k) {
-  const bool along_k = factor.inner <= factor.outer;
-  const int64_t lines = along_k ? rows : k, n = along_k ? k : rows;
-  const int64_t apart = along_k ? factor.outer : factor.inner, step = along_k ? factor.inner : factor.outer;
-  std::atomic<bool> found = false;
-  auto look = [&](int64_t begin, int64_t end) {
-    for (int64_t line = begin; line < end && !found.load(std::memory_order_relaxed); ++line) {
-      const bfloat16* const at = factor.data + line * apart;
-      unsigned any = 0;
-      auto add = [&](bfloat16 x) { any |= static_cast<unsigned>((x.bits & 0x7fff) - 1) < 0x7f; };
-      simd::run([&] {
-        if (step == 1) {
-          for (int64_t i = 0; i < n; ++i) add(at[i]);
-        } else {
-          for (int64_t i = 0; i < n; ++i) add(at[i * step]);
-        }
-      });
-      if (any) found = true;
-    }
-  };
-  constexpr int64_t kWorthAThread = 1 << 16;
-  if (lines * n < 2 * kWorthAThread) {
-    look(0, lines);
-  } else {
-    parallel_for(0, lines, std::max<int64_t>(1, kWorthAThread / n), look);
-  }
-  return found;
+// Whether an element of `n` pairs is subnormal, which the instruction takes for zero.
+inline bool has_subnormal(const Pair* pairs, int64_t n) {
+  auto is_subnormal = [](Pair x) { return static_cast<unsigned>((x & 0x7fff) - 1 < 0x7f); };
+  unsigned any = 0;
+  for (int64_t i = 0; i < n; ++i) any |= is_subnormal(pairs[i]) | is_subnormal(pairs[i] >> 16);
+  return any != 0;
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
