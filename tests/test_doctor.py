@@ -25,6 +25,8 @@ import pytest
 import torch
 
 import extension_cpp
+from extension_cpp import _machine
+from extension_cpp.doctor import report
 
 rich = pytest.importorskip("rich", reason="rich is not installed")
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
@@ -694,6 +696,23 @@ def test_damaged_records_keep_nothing_back(environment):
     (environment.package / "_C.abi3.so").write_bytes(b"")
     assert list(environment.doctor()) == ["no-torch", "damaged"]
     assert any("where the package came from" in what for what in environment.said["unread"])
+
+
+@pytest.mark.parametrize(
+    "flags, wanted, said",
+    [
+        ("sse2", "", "128 bits"),
+        ("avx2 fma", "", "256 bits (AVX2)"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl", "", "512 bits (AVX-512)"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", "", "512 bits (AVX-512, bfloat16)"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx512", "512 bits (AVX-512)"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx2", "256 bits (AVX2)"),
+    ],
+)
+def test_vectors_are_named(monkeypatch, flags, wanted, said):
+    monkeypatch.setattr(_machine, "text_of", lambda file: f"flags : {flags}")
+    monkeypatch.setattr(_machine.platform, "machine", lambda: "x86_64")
+    assert report.VECTORS[_machine.simd(wanted)] == said
 
 
 def test_held_to_narrow_vectors(environment):

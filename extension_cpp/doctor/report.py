@@ -17,7 +17,12 @@ try:
 except ImportError:  # The same words without colors.
     Console = None  # type: ignore[assignment,misc]
 
-VECTORS = {"baseline": "128 bits", "avx2": "256 bits (AVX2)", "avx512": "512 bits (AVX-512)"}
+VECTORS = {
+    "baseline": "128 bits",
+    "avx2": "256 bits (AVX2)",
+    "avx512": "512 bits (AVX-512)",
+    "avx512_bf16": "512 bits (AVX-512, bfloat16)",
+}
 COLORS = {"native": "green", "triton (compiled)": "green", "triton": "yellow", "reference": "red"}
 
 
