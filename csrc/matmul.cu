@@ -43,7 +43,7 @@ Factor<T> readable(
   const bool by_k = factor.outer == 1 && factor.inner != 1;
   const Padded shape = by_k ? Padded{k, rows, factor.inner, factor.outer} : Padded{rows, k, factor.outer, factor.inner};
   const int64_t stride = ceil_div(shape.columns, 8) * 8;
-  memory = workspace(like, shape.rows * stride * static_cast<int64_t>(sizeof(T)));
+  memory = scratch(like, shape.rows * stride * static_cast<int64_t>(sizeof(T)));
   T* to = static_cast<T*>(memory->mutable_data_ptr());
   start<T>(
       launch, device, pad_kernel, std::min(ceil_div(shape.rows * stride / 8, kCopyThreads), kMostCopyBlocks),
@@ -182,7 +182,7 @@ void make_vectors(
   if (!worth || (along_k ? has_vectors_along_k(factor, k) : has_vectors_along_rows(factor, rows))) return;
   const Factor<float> along_rows{factor.data, factor.inner, factor.outer};
   const int64_t inner = along_k ? k : rows, outer = along_k ? rows : k, stride = ceil_div(inner, kVec) * kVec;
-  memory = workspace(like, outer * stride * static_cast<int64_t>(sizeof(float)));
+  memory = scratch(like, outer * stride * static_cast<int64_t>(sizeof(float)));
   float* to = static_cast<float*>(memory->mutable_data_ptr());
   launch(
       transpose_kernel, ceil_div(inner, kSquare) * ceil_div(outer, kSquare), kCopyThreads, 0,

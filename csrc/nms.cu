@@ -93,7 +93,7 @@ void select_many(
   const bool has_grid = threshold.prunes, batched = classes.values != nullptr;
   const Grid<V> grid = grid_for<V>(n, batched);
   const int64_t cells = has_grid ? grid.count() : 0;
-  const Tensor memory = empty(boxes, aoti_torch_dtype_uint8(), Work<V>(nullptr, n, cells, batched).bytes);
+  const Tensor memory = scratch(boxes, Work<V>(nullptr, n, cells, batched).bytes);
   const Work<V> work(memory.mutable_data_ptr(), n, cells, batched);
   launch.zero(work.ticket, work.zeroed);
   if (has_grid) {

@@ -304,6 +304,45 @@ def sequence_samples(
     yield *some, *(make(6) / 4 for _ in range(weights)), *(make(6).expand(3, 6) for _ in range(states))
 
 
+CONVOLVED_SIZES = [  # B, T, H, K
+    (2, 3, 5, 3),
+    (2, 4, 3, 2),
+    (3, 2, 4, 4),  # K = H
+    (1, 3, 1, 1),
+    (2, 0, 3, 3),
+    (0, 3, 4, 2),
+    (2, 20, 65, 3),  # More than a round of what CUDA loads ahead.
+    (2, 9, 33, 8),
+    (2, 7, 100, 33),
+    (1, 5, 600, 9),  # On CUDA, two elements a thread back in time.
+    (1, 5, 1100, 9),  # Four.
+    (1, 3, 4200, 12),  # More than a block has threads for.
+    (1, 2, 300, 257),
+    (1, 45, 2501, 3),  # A row in parts, which meet.
+    (1, 45, 2504, 5),  # The same with vectors.
+]
+
+
+def convolved_arguments(
+    size: tuple[int, int, int, int], device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, kernel and hidden of a recurrence whose state is convolved, for B, T, H and K. Magnitudes of the kernel add up to
+    0.9, so that an error doesn't grow over time."""
+    batch, steps, width, taps = size
+    generator = torch.Generator().manual_seed(seed)
+    x, hidden = (torch.randn(s, generator=generator) for s in ((batch, steps, width), (batch, width)))
+    kernel = torch.rand(taps, generator=generator) - 0.5
+    kernel = (0.9 * kernel / kernel.abs().sum()).view(1, 1, taps)
+    return x.to(device, dtype), kernel.to(device, dtype), hidden.to(device, dtype)
+
+
+def convolved_samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """These of each size that such a recurrence has a way of its own for."""
+    for i, size in enumerate(CONVOLVED_SIZES):
+        x, kernel, hidden = convolved_arguments(size, device, dtype)
+        yield x, kernel, hidden if i % 2 else hidden[:, None]
+
+
 class Contract:
     """The checks. `op` is the operator under test; subclasses may add tests of their own."""
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "templates" / "op"
 QUESTIONS = yaml.safe_load((TEMPLATE / "copier.yml").read_text())
 KINDS, SHAPES = (list(QUESTIONS[question]["choices"].values()) for question in ("kind", "shape"))
+IN_TRITON = [shape for shape in SHAPES if (TEMPLATE / shape / "extension_cpp" / "triton").exists()]
 USAGE = "make op NAME=... KIND=... SHAPE=..."
 INIT = ROOT / "extension_cpp" / "ops" / "__init__.py"
 SOURCES = [
@@ -102,6 +103,8 @@ def check_name(name: str, kind: str, shape: str) -> None:
 
 def add(name: str, kind: str, shape: str) -> list[Path]:
     """Write an operator's files, and import it. Returns what was written."""
+    if kind == "triton" and shape not in IN_TRITON:
+        sys.exit(f"templates.op: SHAPE={shape} must have KIND=cpp, as it has no form in Triton, got KIND={kind}")
     check_name(name, kind, shape)
     files = render(name, kind, shape)
     for path, text in files.items():

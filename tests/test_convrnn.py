@@ -17,52 +17,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
 from extension_cpp.ops._operator import reference_of
-from extension_cpp.ops.convrnn import _convolved, convrnn_backward
-from extension_cpp.testing import DEVICES, FLOATING, Case, Contract, gradients, same_bits
+from extension_cpp.ops._recurrence import convolved
+from extension_cpp.ops.convrnn import convrnn_backward
+from extension_cpp.testing import CONVOLVED_SIZES, DEVICES, FLOATING, Case, Contract, gradients, same_bits
+from extension_cpp.testing import convolved_arguments as inputs
+from extension_cpp.testing import convolved_samples as samples
 
-SIZES = [  # B, T, H, K
-    (2, 3, 5, 3),
-    (2, 4, 3, 2),
-    (3, 2, 4, 4),  # K = H
-    (1, 3, 1, 1),
-    (2, 0, 3, 3),
-    (0, 3, 4, 2),
-    (2, 20, 65, 3),  # More than a round of what CUDA loads ahead.
-    (2, 9, 33, 8),
-    (2, 7, 100, 33),
-    (1, 5, 600, 9),  # On CUDA, two elements a thread back in time.
-    (1, 5, 1100, 9),  # Four.
-    (1, 3, 4200, 12),  # More than a block has threads for.
-    (1, 2, 300, 257),
-    (1, 45, 2501, 3),  # A row in parts, which meet.
-    (1, 45, 2504, 5),  # The same with vectors.
-]
 backward = torch.ops.extension_cpp.convrnn_backward
 convrnn_forward_reference, convrnn_backward_reference = map(
     reference_of, (extension_cpp.convrnn_forward, convrnn_backward)
 )
 
 
-def inputs(
-    size: tuple[int, int, int, int], device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, kernel and hidden. Magnitudes of the kernel add up to 0.9, so that an error doesn't grow over time."""
-    batch, steps, width, taps = size
-    generator = torch.Generator().manual_seed(seed)
-    x, hidden = (torch.randn(s, generator=generator) for s in ((batch, steps, width), (batch, width)))
-    kernel = torch.rand(taps, generator=generator) - 0.5
-    kernel = (0.9 * kernel / kernel.abs().sum()).view(1, 1, taps)
-    return x.to(device, dtype), kernel.to(device, dtype), hidden.to(device, dtype)
-
-
-def samples(device: str, dtype: torch.dtype):
-    for i, size in enumerate(SIZES):
-        x, kernel, hidden = inputs(size, device, dtype)
-        yield x, kernel, hidden if i % 2 else hidden[:, None]
-
-
 def backward_samples(device: str, dtype: torch.dtype):
-    for i, (batch, steps, width, taps) in enumerate(SIZES):
+    for i, (batch, steps, width, taps) in enumerate(CONVOLVED_SIZES):
         grad, kernel, _ = inputs((batch, steps + 1, width, taps), device, dtype)
         y = 0.8 * torch.tanh(inputs((batch, steps + 1, width, taps), device, dtype, seed=1)[0])
         yield grad, y, kernel, i % 4 != 1
@@ -74,7 +42,7 @@ def error_bound(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
     roundings = 1 + kernel.shape[2] / 16  # Of a sum of as many terms, each of which rounds, up or down.
     errors = [torch.zeros_like(y[:, 0])]
     for t in range(1, y.shape[1]):
-        entering = _convolved(errors[-1] + roundings * y[:, t - 1].abs(), kernel.abs()) + roundings * x[:, t - 1].abs()
+        entering = convolved(errors[-1] + roundings * y[:, t - 1].abs(), kernel.abs()) + roundings * x[:, t - 1].abs()
         errors.append(2 * y[:, t].abs() + (1 - y[:, t] ** 2) * entering)
     return torch.stack(errors, 1)
 

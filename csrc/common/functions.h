@@ -1,5 +1,5 @@
 // Functions of one number that both compilers compile. On the CPU they have no branch and no call, so that a loop over
-// them becomes vectors; on CUDA they are CUDA's own.
+// them becomes vectors; on CUDA they are CUDA's own, or quicker ones.
 #pragma once
 
 #include <bit>
@@ -100,12 +100,27 @@ EXTENSION_CPP_INLINE V sigmoid(V x) {
   return 1 / (1 + exponential(-x));
 }
 
-// m / (m + 2) with m = exp(2|x|) - 1, which is computed without the 1 as far as it cancels out; at most 2 units in the
-// last place off.
+// On the CPU m / (m + 2) with m = exp(2|x|) - 1, which is computed without the 1 as far as it cancels out: at most 2
+// units in the last place off. On CUDA, for float, an odd polynomial of small numbers and 1 - 2 / (exp(2x) + 1) of
+// others: at most 2.5 units, without a branch, so that several don't wait for each other.
 template <class V>
 EXTENSION_CPP_INLINE V hyperbolic_tangent(V x) {
 #if defined(__CUDA_ARCH__)
-  return tanh(x);
+  if constexpr (std::is_same_v<V, float>) {
+    constexpr float kSmall = 0.55f, kTwiceLog2E = 2.885390082f;
+    float large = fabsf(x) * kTwiceLog2E;
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(large));
+    const float square = x * x;
+    float small = fmaf(0x1.0d502ap-6f, square, -0x1.af7ccap-5f);
+    large += 1;
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(large));
+    small = fmaf(small, square, 0x1.10cef6p-3f);
+    small = fmaf(small, square, -0x1.555452p-2f);
+    small = fmaf(small * square, x, x);
+    return fabsf(x) > kSmall ? copysignf(fmaf(large, -2, 1), x) : small;
+  } else {
+    return tanh(x);
+  }
 #else
   constexpr bool kSingle = std::is_same_v<V, float>;
   constexpr V kMost = kSingle ? 20 : 40;

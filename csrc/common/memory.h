@@ -35,6 +35,11 @@ inline Tensor empty_scalar(const View& like, int32_t dtype) {
   return empty_strided(like, dtype, nullptr, nullptr, 0);
 }
 
+// Memory of the operator's own.
+inline Tensor scratch(const View& like, int64_t bytes) {
+  return empty(like, aoti_torch_dtype_uint8(), bytes);
+}
+
 // PyTorch's, of which an exception of the body comes out as it was: LibTorch's C interface would lose what it says.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {

@@ -601,11 +601,6 @@ void sum_parts(Launch& launch, const V* sums, int64_t parts, int64_t apart, int6
   }
 }
 
-// Memory of the operator's own.
-inline Tensor scratch(const View& like, int64_t bytes) {
-  return empty(like, aoti_torch_dtype_uint8(), bytes);
-}
-
 template <class Formula, class T, int kWidth>
 class RowLaunches {
   using V = typename Compute<T>::type;

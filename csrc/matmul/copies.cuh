@@ -23,10 +23,6 @@ void start(
   }
 }
 
-inline Tensor workspace(const View& like, int64_t bytes) {
-  return empty(like, aoti_torch_dtype_uint8(), bytes);
-}
-
 // A vector of columns a thread; where there are many splits, a share of them a thread, so that all are read at once.
 template <class T, class V>
 __global__ void __launch_bounds__(kCopyThreads) sum_splits_kernel(Product<T, V> product, int64_t splits, int shares) {
@@ -85,7 +81,7 @@ void with_splits(
   std::optional<Tensor> memory;
   if (splits > 1 && !plan.in_cluster) {
     product.partial_stride = ceil_div(product.n, 8) * 8;
-    memory = workspace(like, splits * product.m * product.partial_stride * static_cast<int64_t>(sizeof(V)));
+    memory = scratch(like, splits * product.m * product.partial_stride * static_cast<int64_t>(sizeof(V)));
     product.partial = static_cast<V*>(memory->mutable_data_ptr());
   }
   kernel(product, plan);

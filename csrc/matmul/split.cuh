@@ -236,7 +236,7 @@ inline void multiply_split(
   const int64_t stride = ceil_div(product.k, 8) * 8;
   const int64_t most = std::max<int64_t>(kMostBytes / (stride * kBytesOfParts) / 256, 1) * 256;
   const int64_t rows = std::min(product.m, most), columns = std::min(product.n, most);
-  Tensor memory = workspace(like, (rows + columns) * stride * kBytesOfParts);
+  Tensor memory = scratch(like, (rows + columns) * stride * kBytesOfParts);
   auto* parts_a = static_cast<__nv_bfloat16*>(memory.mutable_data_ptr());
   auto* parts_b = parts_a + 3 * rows * stride;
   for (int64_t i = 0; i < product.m; i += rows) {

@@ -1,4 +1,4 @@
-"""Recurrences over time in plain PyTorch, of a cell: the references of operators that are made with recurrence.h.
+"""Recurrences over time in plain PyTorch: the references of operators that are made with recurrence.h and convolved.h.
 
 A cell takes states, inputs of the step and weights, and returns the new state, or a tuple of them; its channels don't mix. Of
 a Dual for each of these it computes its own derivative, as the cell in C++ does. PyTorch's autograd would do that too, but
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["recurrence", "recurrence_backward"]
+__all__ = ["convolved_recurrence", "convolved_recurrence_backward", "recurrence", "recurrence_backward"]
 
 Cell = Callable[..., Any]
 
@@ -141,3 +141,56 @@ def recurrence_backward(
     ]
     of_weights = [g.sum((0, 1)) for g in gradients[len(inputs) :]]
     return [g.to(inputs[0].dtype).contiguous() for g in (*gradients[: len(inputs)], *of_weights, *carried)]
+
+
+def convolved(h: Tensor, kernel: Tensor) -> Tensor:
+    """The sum over k of kernel[k] * h[(n + k - p) mod H], of rows (B, H), with p = K // 2."""
+    size, taps = h.shape[1], kernel.shape[2]
+    p = taps // 2
+    # Not a convolution of PyTorch's, which on CUDA rounds float32 to TF32.
+    return torch.cat([h[:, size - p :], h, h[:, : taps - 1 - p]], 1).unfold(1, taps, 1) @ kernel.flatten()
+
+
+def _spread(d: Tensor, kernel: Tensor) -> Tensor:
+    """The sum over k of kernel[k] * d[(m - k + p) mod H], of rows (B, H): the transpose of `convolved`."""
+    size, taps = d.shape[1], kernel.shape[2]
+    p = taps - 1 - taps // 2
+    return torch.cat([d[:, size - p :], d, d[:, : taps - 1 - p]], 1).unfold(1, taps, 1) @ kernel.flatten().flip(0)
+
+
+def _correlated(d: Tensor, h: Tensor, taps: int) -> Tensor:
+    """The sums over all else of d[n] * h[(n + k - p) mod H], for each k, of states (B, T, H)."""
+    size, p = h.shape[2], taps // 2
+    wide = torch.cat([h[:, :, size - p :], h, h[:, :, : taps - 1 - p]], 2)
+    return torch.stack([(d * wide[:, :, k : k + size]).sum() for k in range(taps)]).view(1, 1, taps)
+
+
+def convolved_recurrence(function: Callable[[Tensor], Tensor], x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
+    """The states from `hidden` on, (B, T + 1, H): a step takes the function of the last state, convolved with the kernel, and
+    of what x (B, T, H) adds to it."""
+    states, (wide,) = [hidden.reshape(x.shape[0], x.shape[2])], _widen([kernel])
+    for x_t in x.unbind(1):
+        (last,) = _widen(states[-1:])
+        states.append(function(convolved(last, wide) + x_t).to(x.dtype))
+    return torch.stack(states, 1)
+
+
+def convolved_recurrence_backward(
+    slope: Callable[[Tensor], Tensor], grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, kernel (empty without `kernel_grad`) and hidden for that of the states y.
+
+    `slope` is that of the function where its value is y.
+    """
+    wide, states, w = _widen([grad, y, kernel])
+    from_later = torch.zeros_like(wide[:, 0])
+    deltas = []
+    for t in range(grad.shape[1] - 1, 0, -1):
+        delta = (wide[:, t] + from_later) * slope(states[:, t])
+        deltas.append(delta.to(grad.dtype))
+        from_later = _spread(*_widen(deltas[-1:]), w)
+    grad_x = _stack(deltas[::-1], grad[:, 1:])
+    grad_kernel = kernel.new_empty(1, 1, 0)
+    if kernel_grad:
+        grad_kernel = _correlated(*_widen([grad_x]), states[:, :-1], kernel.shape[2]).to(grad.dtype)
+    return grad_x, grad_kernel, (wide[:, 0] + from_later).to(grad.dtype).contiguous()

@@ -4,30 +4,14 @@ import torch
 from torch import Tensor
 
 from extension_cpp.ops._operator import operator
+from extension_cpp.ops._recurrence import convolved_recurrence, convolved_recurrence_backward
 
 __all__ = ["convrnn_forward"]
 
 
-def _convolved(h: Tensor, kernel: Tensor) -> Tensor:
-    """The sum over k of kernel[k] * h[(n + k - p) mod H], of rows (B, H)."""
-    size, taps = h.shape[1], kernel.shape[2]
-    p = taps // 2
-    # Not a convolution of PyTorch's, which on CUDA rounds float32 to TF32.
-    return torch.cat([h[:, size - p :], h, h[:, : taps - 1 - p]], 1).unfold(1, taps, 1) @ kernel.flatten()
-
-
-def _spread(d: Tensor, kernel: Tensor) -> Tensor:
-    """The sum over k of kernel[k] * d[(m - k + p) mod H], of rows (B, H): the transpose of _convolved."""
-    size, taps = d.shape[1], kernel.shape[2]
-    p = taps - 1 - taps // 2
-    return torch.cat([d[:, size - p :], d, d[:, : taps - 1 - p]], 1).unfold(1, taps, 1) @ kernel.flatten().flip(0)
-
-
-def _correlated(d: Tensor, h: Tensor, taps: int) -> Tensor:
-    """The sums over all else of d[n] * h[(n + k - p) mod H], for each k, of states (B, T, H)."""
-    size, p = h.shape[2], taps // 2
-    wide = torch.cat([h[:, :, size - p :], h, h[:, :, : taps - 1 - p]], 2)
-    return torch.stack([(d * wide[:, :, k : k + size]).sum() for k in range(taps)]).view(1, 1, taps)
+def _slope(h: Tensor) -> Tensor:
+    """That of tanh where its value is h."""
+    return (1 - h) * (1 + h)
 
 
 def _backward(grad: Tensor, result: Tensor, kernel: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
@@ -68,11 +52,7 @@ def convrnn_forward(x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
                  [0.0000, 0.7616, 0.0000, 0.0000],
                  [0.0000, 0.0000, 0.6420, 0.0000]]])
     """
-    compute = torch.promote_types(x.dtype, torch.float32)
-    states = [hidden.reshape(x.shape[0], x.shape[2])]
-    for x_t in x.unbind(1):
-        states.append(torch.tanh(_convolved(states[-1].to(compute), kernel.to(compute)) + x_t).to(x.dtype))
-    return torch.stack(states, 1)
+    return convolved_recurrence(torch.tanh, x, kernel, hidden)
 
 
 @operator(
@@ -86,16 +66,4 @@ def convrnn_backward(
     grad: Tensor, y: Tensor, kernel: Tensor, kernel_grad: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, kernel (empty without `kernel_grad`) and hidden (B, H) for that of y."""
-    compute = torch.promote_types(grad.dtype, torch.float32)
-    wide, states, w = grad.to(compute), y.to(compute), kernel.to(compute)
-    from_later = torch.zeros_like(wide[:, 0])
-    deltas = []
-    for t in range(grad.shape[1] - 1, 0, -1):
-        delta = (wide[:, t] + from_later) * ((1 - states[:, t]) * (1 + states[:, t]))
-        deltas.append(delta.to(grad.dtype))
-        from_later = _spread(deltas[-1].to(compute), w)
-    grad_x = torch.stack(deltas[::-1], 1) if deltas else grad[:, 1:].clone(memory_format=torch.contiguous_format)
-    grad_kernel = kernel.new_empty(1, 1, 0)
-    if kernel_grad:
-        grad_kernel = _correlated(grad_x.to(compute), states[:, :-1], kernel.shape[2]).to(grad.dtype)
-    return grad_x, grad_kernel, (wide[:, 0] + from_later).to(grad.dtype).contiguous()
+    return convolved_recurrence_backward(_slope, grad, y, kernel, kernel_grad)

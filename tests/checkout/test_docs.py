@@ -30,6 +30,7 @@ SHOWN = {
     "rms_norm": "row-wise",
     "log_sum_exp": "reduce",
     "gated_sum": "recurrence",
+    "neighbour_sum": "convolved",
 }
 GUIDE = ROOT / "docs" / "add-an-operator.md"
 FILE_OF_BLOCK = r"(?:^`([\w/.]+)`:\n\n)?^```(\w+)\n(.*?)^```$"

@@ -36,6 +36,7 @@ OPERATORS = {
     "rows_of_root_mean_square_one": ("cpp", "row-wise"),
     "logarithm_of_the_sum_of_exponentials": ("cpp", "reduce"),
     "gated_through_time": ("cpp", "recurrence"),
+    "convolved_through_time": ("cpp", "convolved"),
 }
 OPERATORS |= {"in_triton": ("triton", op.SHAPES[0])}
 COMPILED = ("scale", "in_triton")  # By the tests that aren't long: a shape in either kind.
@@ -215,7 +216,7 @@ class TestDistribution:
         header.write_text(header.read_text() + "// Better, for extension_cpp.\n")
         (template / "csrc" / "common" / "new.h").write_text("#pragma once\n")
         (template / "csrc" / "common" / "huge_pages.h").unlink()
-        ours = template / "csrc" / "convrnn.h"
+        ours = template / "csrc" / "matmul.h"
         ours.write_text(ours.read_text() + "// Ours alone.\n")
         commit(template, "Better")
         copier.run_update(made.path, defaults=True, overwrite=True, unsafe=True, quiet=True, vcs_ref="HEAD")
@@ -295,7 +296,7 @@ class TestAdd:
     def test_contract_of_all(self, checkout, monkeypatch):
         """Of every shape in either kind, as a user compiles them."""
         others = {name: choice for name, choice in OPERATORS.items() if name not in COMPILED}
-        others |= {f"t{i}": ("triton", shape) for i, shape in enumerate(op.SHAPES[1:])}
+        others |= {f"t{i}": ("triton", shape) for i, shape in enumerate(op.IN_TRITON[1:])}
         monkeypatch.setattr(sys.modules[__name__], "OPERATORS", {**OPERATORS, **others})
         for name, choice in others.items():
             checkout.add(name, *choice)
@@ -525,7 +526,7 @@ def test_make_passes_them_on():
     ):
         done = subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True, text=True)
         assert wanted in done.stdout
-    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 8
+    assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 9
     done = subprocess.run(["make", "-n", "op"], cwd=ROOT, capture_output=True, text=True)
     assert "templates.op list" in done.stdout and "templates.op add" not in done.stdout
 
@@ -535,6 +536,13 @@ def test_choices():
     said = subprocess.run([sys.executable, "-m", "templates.op", "list"], cwd=ROOT, capture_output=True, text=True)
     for word, choices in (("KIND", op.KINDS), ("SHAPE", op.SHAPES)):
         assert re.findall(rf"^  {word}=(\S+) +\S", said.stdout, re.MULTILINE) == choices
+
+
+def test_a_shape_without_triton():
+    with pytest.raises(SystemExit) as refused:
+        op.add("mine", "triton", "convolved")
+    assert "SHAPE=convolved must have KIND=cpp, as it has no form in Triton, got KIND=triton" in str(refused.value)
+    assert not op.find("mine", *op.SOURCES)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
@@ -621,6 +629,8 @@ def test_a_call_takes_no_more_than_of_our_own(library, shape):
         assert instructions(made) == instructions(add_one)
     elif shape == "recurrence":  # Four tensors, where mymul has two.
         assert len(instructions(made)) == length[mymul] + 2 * tensor
+    elif shape == "convolved":
+        assert len(instructions(made)) == length[mymul] + tensor
     elif shape == "optional":  # Whether it is None is asked before its type and again before its gradient.
         assert 0 < len(instructions(made)) - length[my_op] <= 2 * tensor
     else:

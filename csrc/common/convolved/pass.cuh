@@ -1,15 +1,13 @@
-// What the passes of convrnn through time on CUDA share: their arguments, how a thread reads inputs ahead and writes
-// results, and tanh.
+// What the passes through time on CUDA share: their arguments, and how a thread reads inputs ahead and writes results.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <torch/csrc/stable/ops.h>
 
-#include "../common/elementwise.cuh"
-#include "../convrnn.h"
+#include "../elementwise.cuh"
 
-namespace extension_cpp::convrnn {
+namespace extension_cpp::convolved {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 512, kProducts = 8;
@@ -24,7 +22,7 @@ using Wide = typename Compute<T>::type;
 
 // A pass through time: forward, or back in time. Step i forward makes h_{i+1} of h_i and x_i; step i back makes d_{T-i}
 // of d_{T-i+1}, which is 0 for i = 0, and of the gradient and the state there; its step T makes grad_hidden.
-template <class T>
+template <class T, class F>
 struct Pass {
   Rows<const T> in;      // x, or the gradient of y
   Rows<const T> states;  // back: y
@@ -35,6 +33,7 @@ struct Pass {
   T* out;         // y, or grad_x
   T* out_hidden;  // back: grad_hidden
   int64_t batch, steps, n;
+  F f;
 };
 
 // Neighbouring elements, which are one access to memory.
@@ -84,48 +83,11 @@ __device__ __forceinline__ Pack<T, kEach> rounded(const V (&from)[kEach]) {
   return to;
 }
 
-// What tanh's slope is where its value is h.
-template <class V>
-__device__ __forceinline__ V slope_at(V h) {
-  return (1 - h) * (1 + h);
-}
-
-// The tanh of each. In float32, of small numbers an odd polynomial, of others 1 - 2 / (exp(2x) + 1), at most 2.5 units
-// in the last place off; and step by step for all of them, as a warp that goes from one to the next waits for each
-// result.
-template <int kEach, class V>
-__device__ __forceinline__ void apply_tanh(V (&x)[kEach]) {
-  if constexpr (std::is_same_v<V, float>) {
-    constexpr float kSmall = 0.55f, kTwiceLog2E = 2.885390082f;
-    float large[kEach], square[kEach], small[kEach];
+// The function of each. Of all of them at once, as a warp that goes from one to the next waits for each result.
+template <class F, int kEach, class V>
+__device__ __forceinline__ void apply(const F& f, V (&z)[kEach]) {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) large[j] = fabsf(x[j]) * kTwiceLog2E;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(large[j]));
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) square[j] = x[j] * x[j];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) small[j] = fmaf(0x1.0d502ap-6f, square[j], -0x1.af7ccap-5f);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) large[j] += 1;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(large[j]));
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) small[j] = fmaf(small[j], square[j], 0x1.10cef6p-3f);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) small[j] = fmaf(small[j], square[j], -0x1.555452p-2f);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) small[j] *= square[j];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) small[j] = fmaf(small[j], x[j], x[j]);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) large[j] = fmaf(large[j], -2, 1);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) x[j] = fabsf(x[j]) > kSmall ? copysignf(large[j], x[j]) : small[j];
-  } else {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) x[j] = tanh(x[j]);
-  }
+  for (int j = 0; j < kEach; ++j) z[j] = f(z[j]);
 }
 
 // The sum over a block, in a fixed order; in thread 0.
@@ -146,13 +108,13 @@ __device__ V block_sum(V value) {
 //
 // The inputs of kAhead steps are loaded at a time, while those before are in use. Were each step to load some, a warp
 // would wait for the newest whenever it waits for the oldest, as it has but a few counters of what is under way.
-template <bool kBack, bool kVectors, int kEach, int kAhead, class T>
+template <bool kBack, bool kVectors, int kEach, int kAhead, class T, class F>
 struct Walk {
   using V = Wide<T>;
   using Few = Pack<T, kEach>;
   using Held = std::conditional_t<kVectors && sizeof(T) == 2 && kEach % 2 == 0, Words<T, kEach>, Elements<T, kEach>>;
 
-  __device__ __forceinline__ Walk(const Pass<T>& pass, int64_t b, const int (&index)[kEach], unsigned writes)
+  __device__ __forceinline__ Walk(const Pass<T, F>& pass, int64_t b, const int (&index)[kEach], unsigned writes)
       : writes(writes),
         rest(static_cast<int>(pass.steps) + kBack),
         from(pass.in.row(b, kBack ? pass.steps : 0)),
@@ -174,7 +136,7 @@ struct Walk {
   }
 
   // h_0, which it writes, or what comes before the first step back.
-  __device__ __forceinline__ void begin(const Pass<T>& pass, int64_t b, V (&state)[kEach]) {
+  __device__ __forceinline__ void begin(const Pass<T, F>& pass, int64_t b, V (&state)[kEach]) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       state[j] = 0;
@@ -232,12 +194,12 @@ struct Walk {
   __device__ __forceinline__ V state_at(int d, int j) const { return static_cast<V>(now_states[d].get(j)); }
 
   // Makes the new state of the convolved one.
-  __device__ __forceinline__ void make(int d, V (&sums)[kEach], V (&state)[kEach]) {
-    if constexpr (!kBack) apply_tanh(sums);
+  __device__ __forceinline__ void make(const F& f, int d, V (&sums)[kEach], V (&state)[kEach]) {
+    if constexpr (!kBack) apply(f, sums);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if constexpr (kBack) {
-        const V slope = slope_at(state_at(d, j));
+        const V slope = f.slope(state_at(d, j));
         sums[j] = (input(d, j) + sums[j]) * (is_last(d) ? V(1) : slope);
       }
     }
@@ -275,4 +237,4 @@ struct Walk {
 };
 
 }  // namespace
-}  // namespace extension_cpp::convrnn
+}  // namespace extension_cpp::convolved

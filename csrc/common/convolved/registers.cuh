@@ -1,9 +1,9 @@
-// convrnn with the state in registers: warps meet in shared memory every few steps, blocks in memory every few dozen.
+// The state in registers: warps meet in shared memory every few steps, blocks in memory every few dozen.
 #pragma once
 
 #include "pass.cuh"
 
-namespace extension_cpp::convrnn {
+namespace extension_cpp::convolved {
 namespace {
 
 template <int kTaps>
@@ -47,9 +47,9 @@ __device__ __forceinline__ float hear(const uint64_t* word, uint32_t meeting) {
 // A few taps: the state is in registers, and a lane gets its neighbours' elements by shuffles. kTaps: that many, for
 // kExact, or at most that many. `parts`: for each row and block of it, and each tap, the sum of its products; null
 // where there is but one block, whose sums are the gradient of the kernel.
-template <bool kBack, int kTaps, bool kVectors, class T>
+template <bool kBack, int kTaps, bool kVectors, class T, class F>
 __global__ void __launch_bounds__(kMostThreadsOf<kBack, kTaps>, 1)
-    shuffled_kernel(Pass<T> pass, Tiles tiles, uint64_t* words, float* parts, T* grad_kernel) {
+    shuffled_kernel(Pass<T, F> pass, Tiles tiles, uint64_t* words, float* parts, T* grad_kernel) {
   constexpr int kEach = kEachOf<kTaps>, kAhead = kAheadOf<kTaps> / (kBack && !kVectors ? 2 : 1);
   constexpr int kBefore = kBack ? kTaps - 1 - kTaps / 2 : kTaps / 2, kAfter = kTaps - 1 - kBefore;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMostThreadsOf<kBack, kTaps>, 1)
   uint32_t meeting = 0;
   int turn = 0;
   for (int64_t b = group * tiles.rows + row; b < pass.batch; b += groups * tiles.rows) {
-    Walk<kBack, kVectors, kEach, kAhead, T> walk(pass, b, index, writes);
+    Walk<kBack, kVectors, kEach, kAhead, T, F> walk(pass, b, index, writes);
     float state[kEach];
     walk.begin(pass, b, state);
     float window[kBefore + kEach + kAfter];
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMostThreadsOf<kBack, kTaps>, 1)
             }
           }
         }
-        walk.make(d, sums, state);
+        walk.make(pass.f, d, sums, state);
         widen();  // Before all that the next step doesn't wait for.
         walk.write(d);
       }
@@ -175,4 +175,4 @@ __global__ void __launch_bounds__(kMostThreadsOf<kBack, kTaps>, 1)
 }
 
 }  // namespace
-}  // namespace extension_cpp::convrnn
+}  // namespace extension_cpp::convolved

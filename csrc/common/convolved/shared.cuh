@@ -1,9 +1,9 @@
-// convrnn with the state in shared memory: a barrier a step.
+// The state in shared memory: a barrier a step.
 #pragma once
 
 #include "pass.cuh"
 
-namespace extension_cpp::convrnn {
+namespace extension_cpp::convolved {
 namespace {
 
 // How many steps ahead a thread loads its kEach elements: as many as there are registers for, and even.
@@ -38,8 +38,8 @@ __device__ __forceinline__ T* advance(T* pointer, int64_t bytes) {
 // other. The kernel's weights in registers, at most kTaps of them, or for kTaps = 0 any number of them in shared
 // memory. A thread has kEach elements of the state, blockDim.x apart; beyond the end it reads what the last element's
 // thread does, and writes nothing.
-template <int kTaps, int kEach, class T>
-__global__ void __launch_bounds__(kMostThreads, 1) forward_kernel(Pass<T> pass) {
+template <int kTaps, int kEach, class T, class F>
+__global__ void __launch_bounds__(kMostThreads, 1) forward_kernel(Pass<T, F> pass) {
   using V = Wide<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kAhead = kStepsAhead<T, kEach>;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) forward_kernel(Pass<T> pass) 
           for (int j = 0; j < kEach; ++j) sums[j] += all_weights[k] * last[at[j] + k];
         }
       }
-      apply_tanh(sums);
+      apply(pass.f, sums);
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         const T h = static_cast<T>(sums[j]);
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) forward_kernel(Pass<T> pass) 
 }
 
 // The same back in time, with the weights in reverse, which are in shared memory.
-template <int kEach, class T>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(Pass<T> pass) {
+template <int kEach, class T, class F>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(Pass<T, F> pass) {
   using V = Wide<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int kAhead = kStepsAhead<T, kEach>;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(Pass<T> pass) {
   const auto is_active = [&](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x) < n; };
   const T *from[kEach], *states[kEach];
   T *to[kEach], grads_ahead[kAhead][kEach], states_ahead[kAhead][kEach];
-  V slope[kEach], from_later[kEach];  // slope: 1 - h_t^2
+  V slope[kEach], from_later[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = threadIdx.x + j * blockDim.x;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(Pass<T> pass) {
     from[j] = grad.row(b, steps) + at[j] * grad.along;
     states[j] = y.row(b, steps) + at[j] * y.along;
     to[j] = pass.out + (b + 1) * steps * n + i;
-    slope[j] = slope_at(static_cast<V>(*states[j]));
+    slope[j] = pass.f.slope(static_cast<V>(*states[j]));
     from_later[j] = 0;
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) {
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(Pass<T> pass) {
         place[j].put(ring, static_cast<V>(delta));
         to[j] = advance(to[j], -x_step);
         if (is_active(j)) *to[j] = delta;
-        slope[j] = slope_at(static_cast<V>(states_ahead[d][j]));
+        slope[j] = pass.f.slope(static_cast<V>(states_ahead[d][j]));
         from_later[j] = 0;
       }
       __syncthreads();
@@ -198,4 +198,4 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(Pass<T> pass) {
 }
 
 }  // namespace
-}  // namespace extension_cpp::convrnn
+}  // namespace extension_cpp::convolved
