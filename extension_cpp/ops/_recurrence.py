@@ -88,8 +88,12 @@ def _states(returned: Any) -> tuple:
     return returned if isinstance(returned, tuple) else (returned,)
 
 
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
 def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return [*map(_wide, tensors)]
 
 
 def _stack(steps: list[Tensor], like: Tensor) -> Tensor:
@@ -168,10 +172,9 @@ def _correlated(d: Tensor, h: Tensor, taps: int) -> Tensor:
 def convolved_recurrence(function: Callable[[Tensor], Tensor], x: Tensor, kernel: Tensor, hidden: Tensor) -> Tensor:
     """The states from `hidden` on, (B, T + 1, H): a step takes the function of the last state, convolved with the kernel, and
     of what x (B, T, H) adds to it."""
-    states, (wide,) = [hidden.reshape(x.shape[0], x.shape[2])], _widen([kernel])
+    states, weights = [hidden.reshape(x.shape[0], x.shape[2])], _wide(kernel)
     for x_t in x.unbind(1):
-        (last,) = _widen(states[-1:])
-        states.append(function(convolved(last, wide) + x_t).to(x.dtype))
+        states.append(function(convolved(_wide(states[-1]), weights) + x_t).to(x.dtype))
     return torch.stack(states, 1)
 
 
@@ -188,9 +191,9 @@ def convolved_recurrence_backward(
     for t in range(grad.shape[1] - 1, 0, -1):
         delta = (wide[:, t] + from_later) * slope(states[:, t])
         deltas.append(delta.to(grad.dtype))
-        from_later = _spread(*_widen(deltas[-1:]), w)
+        from_later = _spread(_wide(deltas[-1]), w)
     grad_x = _stack(deltas[::-1], grad[:, 1:])
     grad_kernel = kernel.new_empty(1, 1, 0)
     if kernel_grad:
-        grad_kernel = _correlated(*_widen([grad_x]), states[:, :-1], kernel.shape[2]).to(grad.dtype)
+        grad_kernel = _correlated(_wide(grad_x), states[:, :-1], kernel.shape[2]).to(grad.dtype)
     return grad_x, grad_kernel, (wide[:, 0] + from_later).to(grad.dtype).contiguous()
