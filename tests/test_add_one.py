@@ -77,7 +77,7 @@ def test_small_tensors_have_derivatives_of_pytorch(device, dtype):
         for n, small in ((1000, True), (_operator.SMALL[device == "cuda"] + 1, by_pytorch)):
             a, b = torch.randn(2, n, device=device).to(dtype).unbind()
             args = arguments(a.requires_grad_(), b)
-            assert function.operator.is_small(a, None) == small  # None is an optional tensor that is left out.
+            assert function.operator.is_small(*args) == small
             function(*args)  # The first call after an import asks who has registered a kernel.
             recorded = function(*args)
             node = recorded.grad_fn.name()

@@ -19,10 +19,11 @@ class RowsOnCpu {
   using Shape = RowShape<Formula>;
   using State = typename StateOf<Formula, V>::type;
   static constexpr int kLanes = 32, kFields = sizeof(State) / sizeof(V);
-  static constexpr int64_t kBlock = 1024;       // elements that are converted at once
   static constexpr int64_t kSegment = 1 << 16;  // a multiple of kBlock, which is one of kLanes
   static constexpr int64_t kGrain = 32'768;     // elements worth a thread
   static constexpr bool kConverts = !std::is_same_v<T, V>;
+  // Elements that are converted at once, or asked for.
+  static constexpr int64_t kBlock = kConverts ? 1024 : 256;
   // float16 is converted in blocks, by instructions that a loop over single elements doesn't get.
   static constexpr bool kInBlocks = std::is_same_v<T, float16>;
   static constexpr auto kEach = std::make_index_sequence<Shape::kElements>();
@@ -185,16 +186,29 @@ class RowsOnCpu {
     return result;
   }
 
+  // Whether, while a row is written, the next one is asked for: the processor does so by itself within a page of
+  // memory, and conversions take longer than reading.
+  bool asks_for(int64_t r) const { return !kConverts && r < count_ && n_ <= int64_t{8192 / sizeof(T)}; }
+
+  void ask_for(int64_t r, int64_t begin, int64_t n) const {
+    for (int k = 0; k < Shape::kIn; ++k) {
+      if (Shape::In::kAt[k] != kRows) continue;
+      for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(row(k, r) + begin + i, 0, 2);
+    }
+  }
+
   template <class Kept>
   void write_row(int64_t r, const Kept& given, int64_t begin, int64_t end, V* all_sums) const {
     simd::run([&] {
       const Kept kept = given;  // Of which the compiler knows that no result overwrites it.
       const Formula formula = formula_;
       constexpr int kOut = Shape::kRowsOut + Shape::kSums;
+      const bool asks = asks_for(r + 1);
       alignas(64) V buffers[kInBlocks ? Shape::kElements : 1][kBlock];
       alignas(64) V written[kConverts ? kOut : 1][kBlock];
       for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t n = std::min(kBlock, end - at);
+        if (asks) ask_for(r + 1, at, n);
         const void* in[Shape::kElements];
         V* out[kOut];
         elements(r, at, n, buffers, in);

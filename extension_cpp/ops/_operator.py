@@ -428,7 +428,7 @@ class Operator:
         """
         self.scope = {**_HELPERS, "_kernel": self.kernel, "_general": self._make_general(), "_operator": self}
         self.scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_below_autograd": self._below_autograd}
-        self.scope |= {"_exact": self.exact, "_is_small": self.is_small, "_filled": self.declared.filled}
+        self.scope |= {"_exact": self.exact, "_filled": self.declared.filled}
         first = "return _operator.write_out()(*args, **kwargs)"
         function: Any = _derivatives.maker("<extension_cpp>", "function(*args, **kwargs)", first, *self.scope)(
             **self.scope
@@ -500,8 +500,9 @@ class Operator:
             record = f"_operator._apply[_modes > 0]({', '.join(unwrapped)})"
             if self.declared.exact:
                 exact = f"_exact({', '.join(arguments)})"
+                small = f"_modes == 0 and _operator.is_small({', '.join(arguments)})"
                 if not self.is_exact_on_one:
-                    record = f"{exact} if not _modes and _is_small({', '.join(tensors)}) else {record}"
+                    record = f"{exact} if {small} else {record}"
                 record = f"_operator.record(_modes, {', '.join(arguments)}) if _there else {record}"
             plainly = f"elif not (_transforms() or _tracing() or _autocast()): return {record}"
             way = [f"if not ({recorded}):", *(f"    {line}" for line in way), plainly]
@@ -597,7 +598,7 @@ class Operator:
         """A plain call that needs a gradient."""
         if self.declared.exact and not modes:
             with DisableTorchFunction():
-                if self.is_small(*[args[i] for i in self.tensors]):
+                if self.is_small(*args):
                     return self.exact(*args)
         return self._apply[modes > 0](*map(_derivatives.alive, args))
 
@@ -621,30 +622,31 @@ class Operator:
         whole = self.declared.exact is True and self.declared.autocast in ("promote", "")
         return whole and self.types == ["Tensor", *(t for t in self.types if t in _NUMBERS)]
 
-    def is_small(self, first: Tensor, *others: Tensor | None) -> bool:
-        """Whether a call that records a gradient is quicker as PyTorch's own nodes, of tensors that need no check but these.
+    @cached_property
+    def is_small(self) -> Callable[..., bool]:
+        """Whether a call with these arguments, which records a gradient, is quicker as PyTorch's own nodes; its tensors need
+        no check but these. Written out for the arguments, as such a call pays for it.
 
-        `_data_address` raises for a tensor that has no memory, as that of a transform that is over; `data_ptr` would also
-        make a lazy copy.
+        `_data_address` is 0 where the memory was freed, which PyTorch's operators would read, and raises for a tensor that
+        has none, as that of a transform that is over; `data_ptr` would also make a lazy copy.
         """
-        if first.numel() > SMALL[first.is_cuda] and not (first.is_cuda and self.is_one_of_pytorchs):
-            return False
-        dtype, layout = first.dtype, torch.strided
-        if dtype not in _derivatives.FLOATING or first.dim() > 8 or first.layout is not layout or first.is_nested:
-            return False
-        try:
-            if not _data_address(first):
-                return False
-            for t in others:
-                if t is None:  # An optional one.
-                    continue
-                if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
-                    return False
-                if t.get_device() != first.get_device() or not _data_address(t):
-                    return False
-        except RuntimeError:
-            return False
-        return True
+        first, *others = names = [self.names[i] for i in self.tensors]
+        size = f"{first}.numel() <= _SMALL[{first}.is_cuda]"
+        if not others:
+            size = f"({size} or {first}.is_cuda and _operator.is_one_of_pytorchs)"
+        tests = [size, f"{first}.dtype in _FLOATING and {first}.dim() <= 8"]
+        for name, i in zip(names, self.tensors):
+            is_plain = f"{name}.layout is _strided and not {name}.is_nested"
+            if name != first:
+                same = ("dtype is {1}.dtype", "shape == {1}.shape", "get_device() == {1}.get_device()")
+                is_plain += "".join(f" and {{0}}.{test}".format(name, first) for test in same)
+            is_plain += f" and _data_address({name}) != 0"
+            tests.append(f"({name} is None or {is_plain})" if "Optional" in self.types[i] else is_plain)
+        body = f"try:\n    return {' and '.join(tests)}\nexcept RuntimeError:\n    return False"
+        scope = {**_HELPERS, "_data_address": _data_address, "_operator": self}
+        return _derivatives.maker(f"<{self.qualified} is small>", f"is_small({', '.join(self.names)})", body, *scope)(
+            **scope
+        )
 
     @cached_property
     def is_one_of_pytorchs(self) -> bool:
@@ -695,7 +697,7 @@ class Operator:
         PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call. Before anything keeps an
         overload in a dictionary, as its hash is that of `_op`.
         """
-        numbers = {self.names[i]: i for i, type_name in enumerate(self.types) if type_name in _NUMBERS}
+        numbers = {self.names[i]: i for i, type_name in enumerate(self.types) if type_name in ("float", "int")}
         if not numbers:
             return
         call = entry._op
