@@ -75,27 +75,34 @@ def both(
     reference = described.pop("reference")
     grown = described.pop("tolerance")
     steps = {**contenders, **described.pop("nodes", {})}
-    # What the host takes longer for than the device, and than flushing the cache hides, is timed as Python sees it.
-    by_python = device == "cuda" and passes[1] < 2**29
+    # What the host takes longer for than the device, and than flushing the cache hides, is timed as Python sees it; and as a
+    # graph, which is the device's part.
+    by_python = device == "cuda" and passes[1] < 2**30
 
     def training() -> tuple:
         leaves = tuple(t.requires_grad_() if t.is_floating_point() else t for t in inputs())
         return torch.randn_like(reference(*leaves)).detach(), *leaves
 
+    trained = {
+        "inputs": training,
+        "reference": backward(reference),
+        "bytes": passes[1],
+        "tolerance": grown,
+        **described,
+    }
     yield Case(op, device, contenders, inputs, reference, bytes=passes[0], **described)
     yield Case(
         op,
         device,
         {name: backward(who) for name, who in steps.items()},
-        training,
-        backward(reference),
         workload="forward and backward",
         timer=time_calls if by_python else None,
-        bytes=passes[1],
-        tolerance=grown,
         reason=NODE if by_python else "",
-        **described,
+        **trained,
     )
+    if by_python:
+        graphs = {name: graphed(backward(who)) for name, who in contenders.items()}
+        yield Case(op, device, graphs, workload="forward and backward as a CUDA graph", **trained)
 
 
 def rms_norm(device: str) -> Iterator[Case]:
