@@ -87,6 +87,37 @@ def graphed(function: Function) -> Function:
     return run
 
 
+def boxed(overload: Any) -> Function:
+    """One of PyTorch's operators by the entry that ours have: how much of a call is the boxing."""
+    return lambda *args: torch._C._dispatch_call_boxed(overload._handle, *args)
+
+
+def in_python(forward: Function, derivative: Function) -> Function:
+    """The least that a node in Python does: a function of the arguments, which it saves for the derivative."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Tensor) -> Tensor:
+            ctx.save_for_backward(*args)
+            return forward(*args)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return derivative(grad, *ctx.saved_tensors)
+
+    return Node.apply
+
+
+def recorded_call(
+    op: str, device: str, function: Function, eager: Function, derivative: Function, inputs: Callable[[], tuple]
+) -> Case:
+    """A call that records a gradient, of tensors so small that nothing but the call takes time."""
+    contenders = {OURS: function, "PyTorch's": eager, "PyTorch's, a node in Python": in_python(eager, derivative)}
+    size = " and ".join(" by ".join(map(str, t.shape)) for t in inputs())
+    described = {"workload": "a call that records a gradient", "size": size, "timer": time_calls, "reason": RECORD}
+    return Case(op, device, contenders, lambda: tuple(t.requires_grad_() for t in inputs()), eager, **described)
+
+
 def batched_call(op: str, device: str, function: Function, eager: Function, inputs: Callable[[], tuple]) -> Case:
     """A call under vmap of tensors so small that nothing but the call takes time."""
     both = {OURS: torch.vmap(function), "vmap of PyTorch's": torch.vmap(eager)}
