@@ -230,14 +230,16 @@ bool multiply(
         for (int64_t j = 0; j < width; j += B::kColumns) {
           const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
           const Factor<T> strip{b.data + (j0 + j) * b.outer + p0 * b.inner, b.outer, b.inner};
-          const P* rows_of_b = packed_b + j * depth;
+          // One block of a is done with a strip before the next is packed, which then goes where that was.
+          P* const packed = m > most_height ? packed_b + j * depth : packed_b;
+          const P* rows_of_b = packed;
           int64_t b_step = B::kColumns;
           if (in_place && columns == B::kColumns) {
             rows_of_b = reinterpret_cast<const P*>(strip.data);
             b_step = strip.inner;
           } else if (i0 == 0) {
-            pack_strip<B::kColumns, kBytes>(strip, columns, terms, packed_b + j * depth);
-            if constexpr (kTerms > 1) right = right && !has_subnormal(packed_b + j * depth, B::kColumns * depth);
+            pack_strip<B::kColumns, kBytes>(strip, columns, terms, packed);
+            if constexpr (kTerms > 1) right = right && !has_subnormal(packed, B::kColumns * depth);
           }
           for (int64_t i = 0; i < height; i += B::kRows) {
             const int64_t rows = std::min<int64_t>(B::kRows, height - i);
