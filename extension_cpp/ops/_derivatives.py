@@ -114,8 +114,7 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
             is_plain = is_default and not _len_torch_dispatch_stack() and operator.uses_only_ours()
             if is_plain and is_exact:  # It has the bits, and PyTorch's rules for its operators take less time.
                 every = operator.all_arguments(args)
-                alike = are_alike(*[every[i] for i in operator.tensors])
-                return operator.reference(*every) if alike else operator.checked(*every)
+                return operator.reference(*every) if operator.is_alike(*every) else operator.checked(*every)
             stack: Any = get_interpreter_stack()
             top = stack[-1].key()
             is_batch = is_plain and top == TransformType.Vmap
@@ -607,21 +606,6 @@ def refuse_for_number(op: str, name: str, given: Tensor) -> None:
 
 def is_dual(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
-
-
-def are_alike(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether tensors need no other check to be arguments of an elementwise operator."""
-    dtype, layout = first.dtype, torch.strided
-    if dtype not in FLOATING or first.layout is not layout or first.is_nested or not (first.is_cpu or first.is_cuda):
-        return False
-    for t in others:
-        if t is None:  # An optional one.
-            continue
-        if t.dtype is not dtype or t.layout is not layout or t.is_nested or t.shape != first.shape:
-            return False
-        if t.get_device() != first.get_device() or not (t.is_cpu or t.is_cuda):
-            return False
-    return True
 
 
 def alive(value: Any) -> Any:

@@ -513,6 +513,9 @@ class Operator:
                     -1, f"elif not (_modes or _there or _tracing()) and {small.format(*tensors)}: return {exact}"
                 )
         if not self.written:
+            if self.differentiable and self.has_their_bits:  # PyTorch's rules for its operators are in C++.
+                alike = f"_transforms() and not (_modes or _there) and _operator.is_alike({', '.join(arguments)})"
+                way.insert(0, f"if {alike}: return _exact({', '.join(arguments)})")
             way.insert(0, "_modes = _dispatch_modes()")
         quick = [
             f"if {' and '.join(plain)} and not ({' or '.join(others)}):",
@@ -619,8 +622,12 @@ class Operator:
     @property
     def is_exact_on_one(self) -> bool:
         """Whether the reference can be called for a tensor in any state, as what has its bits: it is PyTorch's to look at."""
-        whole = self.declared.exact is True and self.declared.autocast in ("promote", "")
-        return whole and self.types == ["Tensor", *(t for t in self.types if t in _NUMBERS)]
+        return self.has_their_bits and self.types == ["Tensor", *(t for t in self.types if t in _NUMBERS)]
+
+    @property
+    def has_their_bits(self) -> bool:
+        """Whether the reference, made of PyTorch's operators, can take the place of the operator, also under autocast."""
+        return self.declared.exact is True and self.declared.autocast in ("promote", "")
 
     @cached_property
     def is_small(self) -> Callable[..., bool]:
@@ -630,21 +637,34 @@ class Operator:
         `_data_address` is 0 where the memory was freed, which PyTorch's operators would read, and raises for a tensor that
         has none, as that of a transform that is over; `data_ptr` would also make a lazy copy.
         """
-        first, *others = names = [self.names[i] for i in self.tensors]
+        first = self.names[self.tensors[0]]
         size = f"{first}.numel() <= _SMALL[{first}.is_cuda]"
-        if not others:
+        if len(self.tensors) == 1:
             size = f"({size} or {first}.is_cuda and _operator.is_one_of_pytorchs)"
-        tests = [size, f"{first}.dtype in _FLOATING and {first}.dim() <= 8"]
-        for name, i in zip(names, self.tensors):
-            is_plain = f"{name}.layout is _strided and not {name}.is_nested"
-            if name != first:
+        return self._tell("is_small", f"{size} and {first}.dim() <= 8", " and _data_address({}) != 0")
+
+    @cached_property
+    def is_alike(self) -> Callable[..., bool]:
+        """Whether tensors need no other check, under a transform, for PyTorch's operators to take them as this one does."""
+        first = self.names[self.tensors[0]]
+        return self._tell("is_alike", f"({first}.is_cpu or {first}.is_cuda)", "")
+
+    def _tell(self, name: str, test: str, of_each: str) -> Callable[..., bool]:
+        """A function of all arguments: a test, and one of each tensor, for plain tensors that are alike."""
+        first, tests = self.names[self.tensors[0]], [test]
+        for i in self.tensors:
+            t = self.names[i]
+            is_plain = f"{t}.layout is _strided and not {t}.is_nested"
+            if t == first:
+                is_plain = f"{t}.dtype in _FLOATING and {is_plain}"
+            else:
                 same = ("dtype is {1}.dtype", "shape == {1}.shape", "get_device() == {1}.get_device()")
-                is_plain += "".join(f" and {{0}}.{test}".format(name, first) for test in same)
-            is_plain += f" and _data_address({name}) != 0"
-            tests.append(f"({name} is None or {is_plain})" if "Optional" in self.types[i] else is_plain)
+                is_plain += "".join(f" and {{0}}.{each}".format(t, first) for each in same)
+            is_plain += of_each.format(t)
+            tests.append(f"({t} is None or {is_plain})" if "Optional" in self.types[i] else is_plain)
         body = f"try:\n    return {' and '.join(tests)}\nexcept RuntimeError:\n    return False"
         scope = {**_HELPERS, "_data_address": _data_address, "_operator": self}
-        return _derivatives.maker(f"<{self.qualified} is small>", f"is_small({', '.join(self.names)})", body, *scope)(
+        return _derivatives.maker(f"<{self.qualified} {name}>", f"{name}({', '.join(self.names)})", body, *scope)(
             **scope
         )
 
