@@ -15,7 +15,7 @@ constexpr int64_t kBlock = 512;  // Elements that stay in the first-level cache,
 template <size_t kOut, size_t kIn, class T, class Op>
 void contiguous(const Pointers<T, kOut + kIn>& data, int64_t n, const Op& op) {
   using V = typename Compute<T>::type;
-  simd::run([&] {
+  auto body = [&] {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       V in[kIn], out[kOut];
@@ -23,7 +23,8 @@ void contiguous(const Pointers<T, kOut + kIn>& data, int64_t n, const Op& op) {
       op(in, out);
       for (size_t k = 0; k < kOut; ++k) store(data.at[k][i], out[k]);
     }
-  });
+  };
+  std::is_same_v<T, V> ? simd::run_on_memory(body) : simd::run(body);  // Conversions take longer than reading.
 }
 
 template <class T, class V>
