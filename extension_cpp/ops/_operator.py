@@ -717,7 +717,8 @@ class Operator:
         PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call. Before anything keeps an
         overload in a dictionary, as its hash is that of `_op`.
         """
-        numbers = {self.names[i]: i for i, type_name in enumerate(self.types) if type_name in ("float", "int")}
+        given = {name: i for i, name in enumerate(self.names) if name not in self.declared.filled}  # By a user.
+        numbers = {name: i for name, i in given.items() if self.types[i] in _NUMBERS}
         if not numbers:
             return
         call = entry._op
