@@ -717,8 +717,8 @@ class Operator:
         PyTorch converts it before the dispatcher, and with it all kernels of ours, sees the call. Before anything keeps an
         overload in a dictionary, as its hash is that of `_op`.
         """
-        given = {name: i for i, name in enumerate(self.names) if name not in self.declared.filled}  # By a user.
-        numbers = {name: i for name, i in given.items() if self.types[i] in _NUMBERS}
+        by_user = {name: i for i, name in enumerate(self.names) if name not in self.declared.filled}
+        numbers = {name: i for name, i in by_user.items() if self.types[i] in _NUMBERS}
         if not numbers:
             return
         call = entry._op
