@@ -93,7 +93,8 @@ def boxed(overload: Any) -> Function:
 
 
 def in_python(forward: Function, derivative: Function) -> Function:
-    """The least that a node in Python does: a function of the arguments, which it saves for the derivative."""
+    """The least that a node in Python does: a function of the arguments, which it saves for the derivative. By PyTorch's own
+    entry, as ours, without what Function.apply does for torch.func."""
 
     class Node(torch.autograd.Function):
         @staticmethod
@@ -105,7 +106,7 @@ def in_python(forward: Function, derivative: Function) -> Function:
         def backward(ctx: Any, grad: Tensor) -> Any:
             return derivative(grad, *ctx.saved_tensors)
 
-    return Node.apply
+    return super(torch.autograd.Function, Node).apply
 
 
 def recorded_call(
