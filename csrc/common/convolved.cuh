@@ -314,5 +314,6 @@ void backward(
     launch(finish_kernel<T>, sizes.taps, threads, 0, parts, to_kernel, splits, sizes.taps);
   });
 }
+
 }  // namespace
 }  // namespace extension_cpp::convolved

@@ -246,5 +246,6 @@ void backward(
     }
   });
 }
+
 }  // namespace
 }  // namespace extension_cpp::convolved
