@@ -90,6 +90,7 @@ def _without_modes(function: Callable, *args: Any) -> Any:
 
 _HELPERS = {
     "_without_modes": _without_modes,
+    "_DisableTorchFunction": DisableTorchFunction,
     "_call": _dispatch_call_boxed,  # The quickest way into the dispatcher from Python.
     "_compiling": is_dynamo_compiling,
     "_transforms": _are_functorch_transforms_active,
@@ -205,6 +206,7 @@ class Operator:
         arguments = self.schema.arguments
         self.names = [argument.name for argument in arguments]
         self.defaults = [argument.default_value if argument.has_default_value() else None for argument in arguments]
+        self.last_default = self.defaults[-1] if arguments[-1].has_default_value() else object()
         self.types = [str(argument.type) for argument in arguments]  # Which takes long.
         self.tensors = [i for i, type_name in enumerate(self.types) if "Tensor" in type_name]
         self.written = [
@@ -497,21 +499,27 @@ class Operator:
             below = f"if not _transforms(): return _below_autograd({', '.join(arguments)})"
             way = [f"if not _modes: return {call}", below]
         if self.differentiable:
-            record = f"_operator._apply[_modes > 0]({', '.join(unwrapped)})"
+            record = f"return _operator._apply[_modes > 0]({', '.join(unwrapped)})"
+            plainly = "not (_transforms() or _tracing() or _autocast())"
+            needing = [f"elif {plainly}: {record}"]
             if self.declared.exact:
-                exact = f"_exact({', '.join(arguments)})"
-                small = f"_modes == 0 and _operator.is_small({', '.join(arguments)})"
-                if not self.is_exact_on_one:
-                    record = f"{exact} if {small} else {record}"
-                record = f"_operator.record(_modes, {', '.join(arguments)}) if _there else {record}"
-            plainly = f"elif not (_transforms() or _tracing() or _autocast()): return {record}"
-            way = [f"if not ({recorded}):", *(f"    {line}" for line in way), plainly]
-            if self.is_exact_on_one:
-                few = "{0}.numel() <= _SMALL[{0}.is_cuda] or {0}.is_cuda and _operator.is_one_of_pytorchs"
-                small = f"{{0}}.layout is _strided and {{0}}.dtype in _FLOATING and {{0}}.dim() <= 8 and ({few})"
-                way.insert(
-                    -1, f"elif not (_modes or _there or _tracing()) and {small.format(*tensors)}: return {exact}"
-                )
+                small = tell = f"_operator.is_small({', '.join(arguments)})"
+                exact = f"return _exact({', '.join(arguments)})"
+                if self.is_exact_on_one:
+                    few = "{0}.numel() <= _SMALL[{0}.is_cuda] or {0}.is_cuda and _operator.is_one_of_pytorchs"
+                    test = f"{{0}}.layout is _strided and {{0}}.dtype in _FLOATING and {{0}}.dim() <= 8 and ({few})"
+                    small = test.format(*tensors)
+                needing = [
+                    "else:",
+                    # PyTorch has rules of its own for what has the bits of its operators.
+                    f"    if not _modes and {'not _tracing()' if self.has_their_bits else plainly}:",
+                    "        if _there:",
+                    "            with _DisableTorchFunction():",
+                    f"                if {tell}: {exact}",
+                    f"        elif {small}: {exact}",
+                    f"    if {plainly}: {record}",
+                ]
+            way = [f"if not ({recorded}):", *(f"    {line}" for line in way), *needing]
         if not self.written:
             if self.differentiable and self.has_their_bits:  # PyTorch's rules for its operators are in C++.
                 alike = f"_transforms() and not (_modes or _there) and _operator.is_alike({', '.join(arguments)})"
@@ -606,7 +614,12 @@ class Operator:
         return self._apply[modes > 0](*map(_derivatives.alive, args))
 
     def _below_autograd(self, *args: Any) -> Any:
-        """A formula that is registered in Python takes as long as all else, and so does what Python does with an overload."""
+        """A formula that is registered in Python takes as long as all else, and so does what Python does with an overload.
+
+        So would a mode's comparing of the last argument with its default, in half a microsecond.
+        """
+        if args[-1] is self.last_default:
+            args = args[:-1]
         with _AutoDispatchBelowAutograd():
             return _dispatch_call_boxed(self.default._handle, *args)
 
@@ -635,38 +648,33 @@ class Operator:
         no check but these. Written out for the arguments, as such a call pays for it.
 
         `_data_address` is 0 where the memory was freed, which PyTorch's operators would read, and raises for a tensor that
-        has none, as that of a transform that is over; `data_ptr` would also make a lazy copy.
+        has none, as a sparse one or that of a transform that is over; `data_ptr` would also make a lazy copy. `shape` raises
+        for a nested one.
         """
-        first = self.names[self.tensors[0]]
-        size = f"{first}.numel() <= _SMALL[{first}.is_cuda]"
+        size = "{0}.numel() <= _SMALL[_device >= 0]"
         if len(self.tensors) == 1:
-            size = f"({size} or {first}.is_cuda and _operator.is_one_of_pytorchs)"
-        return self._tell("is_small", f"{size} and {first}.dim() <= 8", " and _data_address({}) != 0")
+            size = f"({size} or {{0}}.is_cuda and _operator.is_one_of_pytorchs)"
+        return self._tell("is_small", f"{size} and len(_shape) <= 8", "_data_address({0}) != 0")
 
     @cached_property
     def is_alike(self) -> Callable[..., bool]:
         """Whether tensors need no other check, under a transform, for PyTorch's operators to take them as this one does."""
-        first = self.names[self.tensors[0]]
-        return self._tell("is_alike", f"({first}.is_cpu or {first}.is_cuda)", "")
+        return self._tell("is_alike", "({0}.is_cpu or {0}.is_cuda)", "{0}.layout is _strided and not {0}.is_nested")
 
-    def _tell(self, name: str, test: str, of_each: str) -> Callable[..., bool]:
-        """A function of all arguments: a test, and one of each tensor, for plain tensors that are alike."""
-        first, tests = self.names[self.tensors[0]], [test]
-        for i in self.tensors:
-            t = self.names[i]
-            is_plain = f"{t}.layout is _strided and not {t}.is_nested"
-            if t == first:
-                is_plain = f"{t}.dtype in _FLOATING and {is_plain}"
-            else:
-                same = ("dtype is {1}.dtype", "shape == {1}.shape", "get_device() == {1}.get_device()")
-                is_plain += "".join(f" and {{0}}.{each}".format(t, first) for each in same)
-            is_plain += of_each.format(t)
-            tests.append(f"({t} is None or {is_plain})" if "Optional" in self.types[i] else is_plain)
-        body = f"try:\n    return {' and '.join(tests)}\nexcept RuntimeError:\n    return False"
+    def _tell(self, name: str, of_first: str, of_each: str) -> Callable[..., bool]:
+        """A function of all arguments: tests of the tensors, for those of one floating dtype, shape and device."""
+        first, *others = (self.names[i] for i in self.tensors)
+        tests = [f"_dtype in _FLOATING and {of_first} and {of_each}".format(first)]
+        for t in others:
+            alike = f"{{0}}.dtype is _dtype and {{0}}.shape == _shape and {{0}}.get_device() == _device and {of_each}".format(
+                t
+            )
+            tests.append(f"({t} is None or {alike})" if "Optional" in self.types[self.names.index(t)] else alike)
+        read = f"_dtype, _shape, _device = {first}.dtype, {first}.shape, {first}.get_device()"
+        body = f"try:\n    {read}\n    return {' and '.join(tests)}\nexcept RuntimeError:\n    return False"
         scope = {**_HELPERS, "_data_address": _data_address, "_operator": self}
-        return _derivatives.maker(f"<{self.qualified} {name}>", f"{name}({', '.join(self.names)})", body, *scope)(
-            **scope
-        )
+        head = f"{name}({', '.join(self.names)})"
+        return _derivatives.maker(f"<{self.qualified} {name}>", head, body, *scope)(**scope)
 
     @cached_property
     def is_one_of_pytorchs(self) -> bool:
