@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, compiled, sizes, vectors
+from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, calls, compiled, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops._operator import reference_of
 
@@ -50,6 +50,7 @@ def cases(device: str) -> Iterator[Case]:
         sixteen = vectors(device, torch.float32, 16, 1)
         call = {"workload": "a call on 16 elements", "timer": time_calls, "reason": CALL}
         yield Case(op, device, peers(op), sixteen, expected, **call)
+        yield from calls(op, device, peers(op)[OURS], expected, sixteen)
         for dtype in DTYPES:
             for log2 in sizes(device, dtype):
                 n = 2**log2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, backward, batched_call, boxed, recorded_call
+from benchmarks.contenders import BOXED, CALL, backward, batched_call, boxed, calls
 from benchmarks.harness import OURS, TOLERANCES, Case, time_calls
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
@@ -108,14 +108,14 @@ def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     small = partial(case, device, torch.float32, (16, 16, 16))
     called = {"workload": "a call on 16 by 16", "timer": time_calls, "bytes": 0, "operations": 0, "reason": CALL}
-    yield small(contenders={**PEERS, "torch.mm, boxed": boxed(torch.ops.aten.mm.default)}, short=True, **called)
-    yield recorded_call(
+    yield small(contenders={**PEERS, BOXED: boxed(torch.ops.aten.mm.default)}, short=True, **called)
+    yield from calls(
         "matmul",
         device,
         extension_cpp.matmul,
         torch.mm,
-        lambda grad, a, b: (grad @ b.t(), a.t() @ grad),
         lambda: tuple(torch.randn(2, 16, 16, device=device).unbind()),
+        (torch.ops.aten.mm.default, lambda grad, a, b: (grad @ b.t(), a.t() @ grad)),
     )
     yield batched_call(
         "matmul", device, extension_cpp.matmul, torch.mm, lambda: (torch.randn(2, 16, 16, device=device),) * 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, compiled, graphed, sizes, vectors
+from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, calls, compiled, graphed, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import reference_of
@@ -217,6 +217,10 @@ def call(device: str) -> Case:
 def cases(device: str) -> Iterator[Case]:
     """All cases of a device."""
     yield call(device)
+    sixteen = vectors(device, torch.float32, 16, 2)
+    yield from calls("mymuladd", device, mymuladd, eager, sixteen)
+    least = torch.ops.aten.mul.Tensor, lambda grad, a, b: (grad * b, grad * a)
+    yield from calls("mymul", device, extension_cpp.mymul, torch.mul, sixteen, least)
     yield batched_call("mymuladd", device, mymuladd, eager, lambda: (torch.randn(2, 16, device=device),) * 2)
     for dtype in DTYPES:
         for log2 in sizes(device, dtype):

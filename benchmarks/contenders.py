@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import OURS, Case, Function, time_calls
+from benchmarks.harness import OURS, Case, Clock, Function, time_calls
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Why a peer is faster, where it is.
@@ -23,6 +26,13 @@ RECORD = "a call that records a gradient is checked in Python, for a microsecond
 VMAP = (
     "an operator's rule for vmap runs in Python, some microseconds longer than those of PyTorch's own operators in C++"
 )
+BOXED, RECORDED = (
+    "PyTorch's, boxed",
+    "PyTorch's, boxed, a node in Python",
+)  # What none but PyTorch's own can be faster than.
+Least = tuple[
+    Any, Function
+]  # An overload of PyTorch's, and its derivative, a function of the gradient and the arguments.
 NODE = "the derivative is a node in Python, which takes longer on the thread of the backward than PyTorch's in C++"
 
 
@@ -109,14 +119,50 @@ def in_python(forward: Function, derivative: Function) -> Function:
     return super(torch.autograd.Function, Node).apply
 
 
-def recorded_call(
-    op: str, device: str, function: Function, eager: Function, derivative: Function, inputs: Callable[[], tuple]
-) -> Case:
-    """A call that records a gradient, of tensors so small that nothing but the call takes time."""
-    contenders = {OURS: function, "PyTorch's": eager, "PyTorch's, a node in Python": in_python(eager, derivative)}
-    size = " and ".join(" by ".join(map(str, t.shape)) for t in inputs())
-    described = {"workload": "a call that records a gradient", "size": size, "timer": time_calls, "reason": RECORD}
-    return Case(op, device, contenders, lambda: tuple(t.requires_grad_() for t in inputs()), eager, **described)
+class Passing(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def calls(
+    op: str, device: str, function: Function, eager: Function, inputs: Callable[[], tuple], least: Least | None = None
+) -> Iterator[Case]:
+    """A call by the ways to an operator other than the shortest, of tensors so small that nothing but the call takes time."""
+    ways: dict[str, Callable[[], AbstractContextManager]] = {
+        "": nullcontext,
+        "of parameters under no_grad": torch.no_grad,
+        "under set_default_device": lambda: torch.device(device),
+        "in a dispatch mode": Passing,
+    }
+    shapes = " and ".join(" by ".join(map(str, t.shape)) for t in inputs())
+    for (way, context), records in product(ways.items(), (False, True)):
+        if context is torch.no_grad if records else not way:
+            continue
+        needs_grad = records or context is torch.no_grad
+
+        def timer(function: Callable[[], object], clock: Clock, context: Callable = context) -> float:
+            with context():
+                return time_calls(function, clock)
+
+        contenders = {OURS: function, "PyTorch's": eager}
+        if least is not None:
+            overload, derivative = least
+            entry = boxed(overload)
+            contenders |= {RECORDED: in_python(entry, derivative)} if records else {BOXED: entry}
+        yield Case(
+            op,
+            device,
+            contenders,
+            lambda needs_grad=needs_grad: tuple(Parameter(t) if needs_grad else t for t in inputs()),
+            eager,
+            workload="a call that records a gradient" if records else "a call",
+            size=", ".join(part for part in (shapes, way) if part),
+            timer=timer,
+            reason=RECORD if records else CALL,
+            short=records and not way,
+        )
 
 
 def batched_call(op: str, device: str, function: Function, eager: Function, inputs: Callable[[], tuple]) -> Case:
