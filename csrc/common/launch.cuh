@@ -54,6 +54,14 @@ inline std::string architecture(int device) {
   return std::to_string(major) + '.' + std::to_string(minor);
 }
 
+// Bytes of shared memory of a launch, and the most that any launch of its kernel has.
+struct SharedBytes {
+  size_t now, most;
+
+  SharedBytes(size_t bytes) : now(bytes), most(bytes) {}
+  SharedBytes(size_t now, size_t most) : now(now), most(most) {}
+};
+
 // While it lives, the tensor's device is current; the launch goes to PyTorch's current stream of that device.
 class Launch {
  public:
@@ -78,7 +86,7 @@ class Launch {
   // read or write memory.
   template <class... Parameters, class... Arguments>
   void clusters(
-      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, size_t shared_bytes, bool early,
+      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, SharedBytes shared, bool early,
       const Arguments&... arguments) {
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -86,7 +94,7 @@ class Launch {
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = cluster;
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    extended(kernel, blocks, threads, shared_bytes, attributes, cluster > 1 ? 2 : 1, arguments...);
+    extended(kernel, blocks, threads, shared, attributes, cluster > 1 ? 2 : 1, arguments...);
   }
 
   // The same with all blocks on the device at the same time, so that they may wait for each other.
@@ -149,14 +157,14 @@ class Launch {
  private:
   template <class... Parameters, class... Arguments>
   void extended(
-      void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes, cudaLaunchAttribute* attributes,
+      void (*kernel)(Parameters...), int64_t blocks, int threads, SharedBytes shared, cudaLaunchAttribute* attributes,
       int count, const Arguments&... arguments) {
     if (blocks > 0x7fffffff) fail(op_, "the tensors are too large for one launch: ", blocks, " blocks");
-    allow_shared(kernel, shared_bytes);
+    allow_shared(kernel, shared.most);
     cudaLaunchConfig_t config{};
     config.gridDim = static_cast<unsigned>(blocks);
     config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
+    config.dynamicSmemBytes = shared.now;
     config.stream = stream_;
     config.attrs = attributes;
     config.numAttrs = count;

@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) dmma_kernel(Product<d
       each([&](int m, int n, const double* pair) { store_vector<double, 2>(to + m * S::kN + n, pair); });
       store_of_cluster<S::kM, S::kN, S::kN>(product, at, static_cast<int>(tiling.splits()), to);
     } else {
-      store_sums<2>(product, at, [&](const auto& store) {
+      store_sums<2>(product, at.split, [&](const auto& store) {
         each([&](int m, int n, const double* pair) { store(first_m + m, first_n + n, pair); });
       });
     }

@@ -33,65 +33,195 @@ struct Hopper {
   static constexpr int kCluster = kTiles[kTile].cluster, kConsumers = kM / 64;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kBytesA + kBytesB;
-  static constexpr int kBlocks = kTiles[kTile].blocks, kFit = 208 * 1024 / kBlocks / kStageBytes;
-  static constexpr int kStages = kFit < 8 ? kFit : 8;
-  // The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
-  static constexpr int kSharedBytes = 1024 + kStages * (kStageBytes + 16);
-  // Of a tile's sums in shared memory, where the stages were: rows eight apart lie in different banks.
-  static constexpr int kSumsStride = kN + 8;
-  static_assert(kM * kSumsStride * 4 <= kStages * kStageBytes);
+  static constexpr int kBlocks = kTiles[kTile].blocks;
 };
 
-// A factor is transposed where its rows (of m or n) lie side by side, not its k's.
-struct Transposed {
-  bool a, b;
+// The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
+constexpr int kAlignment = 1024, kMostStages = 16, kSharedBytes = 208 * 1024;
+constexpr int kBarrierBytes = (2 * kMostStages + 1) * 8;
+
+// The stages of a block, in so many bytes of shared memory.
+struct Memory {
+  int bytes, stages;
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A factor is transposed where its rows (of m or n) lie side by side, not its k's; and `whole` if these are then blocks
+// of 64, which one copy takes several of.
+struct Layout {
+  bool transposed = false, whole = false;
 
-// kRows rows of a factor, from `row` on, over kStep of k. A transposed one comes in boxes of 64 rows.
-template <bool kShared, int kRows>
-__device__ void copy_rows(
-    uint32_t to, const CUtensorMap& map, bool transposed, int64_t row, int64_t k, uint32_t barrier) {
-  if (transposed) {
-#pragma unroll
-    for (int r = 0; r < kRows; r += 64) copy_box<kShared>(to + r * kRow, map, row + r, k, barrier);
+  template <class T>
+  static Layout of(const Factor<T>& factor, int64_t rows) {
+    const bool transposed = factor.inner != 1;
+    return {transposed, transposed && rows % 64 == 0};
+  }
+};
+struct Layouts {
+  Layout a, b;
+};
+
+// Calls f<transposed a, transposed b>().
+template <class Function>
+__device__ __forceinline__ void with_layouts(const Layouts& layouts, const Function& f) {
+  if (layouts.a.transposed) {
+    layouts.b.transposed ? f.template operator()<true, true>() : f.template operator()<true, false>();
   } else {
-    copy_box<kShared>(to, map, k, row, barrier);
+    layouts.b.transposed ? f.template operator()<false, true>() : f.template operator()<false, false>();
   }
 }
 
+// Eight columns of a tile's sums, four of each thread that computes.
+template <class H>
+constexpr int kGroupBytes = H::kConsumers * kWarpgroup * 4 * sizeof(float);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Where the stages are, and behind them the barriers that pass them on: `full` to those who compute, `empty` back. What
+// the blocks of a cluster have of this one's sums comes to where the stages were, and is counted at `received`.
+struct Stages {
+  uint32_t start;
+  const Memory& memory;
+
+  __device__ uint32_t full(int stage) const { return start + memory.bytes + stage * 8; }
+  __device__ uint32_t empty(int stage) const { return full(kMostStages + stage); }
+  __device__ uint32_t received() const { return full(2 * kMostStages); }
+};
+
 // Which stage is next, and how often all of them were used, modulo two.
-template <int kStages>
 struct Turn {
+  const Memory& memory;
   int stage = 0;
   uint32_t parity = 0;
 
   __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == memory.stages) stage = 0, parity ^= 1;
   }
 };
 
+// The tiles that a block takes, one after the other: the first row, column and step of one, and how many steps it has.
 template <class H>
-__device__ __forceinline__ void fill(
-    const CUtensorMap& map_a, const CUtensorMap& map_b, Transposed transposed, const Tiling& tiling,
-    bool split_in_cluster, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
-  prefetch_map(map_a);
-  prefetch_map(map_b);
-  Turn<H::kStages> turn;
-  constexpr int kShare = H::kN / H::kCluster;
-  for (int64_t index = blockIdx.x / H::kCluster; index < tiling.count(); index += gridDim.x / H::kCluster) {
-    const Place at = place(tiling, index, split_in_cluster);
-    const int64_t row = (at.m * H::kCluster + rank) * H::kM, column = at.n * H::kN + rank * kShare;
-    for (int64_t step = at.begin; step < at.end; ++step, turn.next()) {
-      const uint32_t barrier = full + turn.stage * 8, stage = stages + turn.stage * H::kStageBytes;
-      wait_barrier(empty + turn.stage * 8, turn.parity ^ 1);
-      expect_bytes(barrier, H::kStageBytes);
-      copy_rows<false, H::kM>(stage, map_a, transposed.a, row, step * kStep, barrier);
-      copy_rows<H::kCluster == 2, kShare>(
-          stage + H::kBytesA + rank * kShare * kRow, map_b, transposed.b, column, step * kStep, barrier);
+struct Tiles {
+  const Tiling& tiling;
+  bool in_cluster;
+  int row, column, split, begin, steps;
+  uint32_t index = blockIdx.x / H::kCluster;
+
+  __device__ Tiles(const Tiling& tiling, bool in_cluster) : tiling(tiling), in_cluster(in_cluster) { find(); }
+
+  __device__ bool next() {
+    index += gridDim.x / H::kCluster;
+    if (index >= tiling.count()) return false;
+    find();
+    return true;
+  }
+
+ private:
+  __device__ void find() {
+    const Place at = place(tiling, index, in_cluster);
+    const int rank = H::kCluster == 1 ? 0 : rank_in_cluster();
+    row = (static_cast<int>(at.m) * H::kCluster + rank) * H::kM, column = static_cast<int>(at.n) * H::kN;
+    split = static_cast<int>(at.split), begin = static_cast<int>(at.begin);
+    steps = static_cast<int>(at.end - at.begin);
+  }
+};
+
+// The share of a tile that a block of a cluster stores, where those have parts of k: of every `blocks` groups of eight
+// columns, the one at `rank`.
+struct Share {
+  int blocks, rank;
+
+  // Calls f(j, owner, turn) for each group j of kN columns, which is the turn-th of the block `owner`.
+  template <int kN, class Function>
+  __device__ __forceinline__ void each(const Function& f) const {
+    int owner = 0, turn = 0;
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+      f(j, owner, turn);
+      if (++owner == blocks) owner = 0, ++turn;
     }
   }
+};
+
+// What a thread of a block does, once the barriers of all blocks that it has to do with are there: threads of the first
+// warpgroups compute, and one of the last copies.
+template <class H>
+struct Role {
+  static constexpr int kCopies = H::kConsumers * kWarpgroup;
+  const bool split_in_cluster;
+  const Stages stages;
+  const Tiles<H> tiles;
+
+  // Where there are splits and no memory for partial sums, the blocks of a cluster are the splits of one tile.
+  __device__ __forceinline__
+  Role(const unsigned char* shared, const Memory& memory, const Tiling& tiling, bool has_partial)
+      : split_in_cluster(H::kCluster == 1 && tiling.splits() > 1 && !has_partial),
+        stages{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment, memory},
+        tiles(tiling, split_in_cluster) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < memory.stages; ++s) {
+        init_barrier(stages.full(s), 1);
+        init_barrier(stages.empty(s), H::kConsumers * H::kCluster);
+      }
+      init_barrier(stages.received(), 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      if (split_in_cluster) {
+        const int groups = (H::kN / 8 - 1 - share().rank) / share().blocks + 1;
+        expect_bytes(stages.received(), share().blocks * groups * kGroupBytes<H>);
+      }
+    }
+    __syncthreads();
+    if (H::kCluster > 1 || split_in_cluster) meet_in_cluster();
+  }
+
+  __device__ Share share() const {
+    return split_in_cluster ? Share{static_cast<int>(tiles.tiling.splits()), rank_in_cluster()} : Share{1, 0};
+  }
+  __device__ bool computes() const { return threadIdx.x < kCopies; }
+  __device__ bool copies() const { return threadIdx.x == kCopies; }
+
+  // Other blocks of the cluster may still write here, and arrive at these barriers.
+  __device__ __forceinline__ void end() const {
+    if (split_in_cluster && !computes()) meet_in_cluster();  // As those who compute do, in add_of_cluster.
+    if (H::kCluster > 1) meet_in_cluster();
+  }
+};
+
+// kRows rows of a factor, from `row` on, over kStep of k. A transposed one comes in boxes of 64 rows: all at once where
+// `whole`, as starting a copy takes long.
+template <bool kShared, bool kTransposed, int kRows>
+__device__ __forceinline__ void copy_rows(
+    uint32_t to, const CUtensorMap& map, bool whole, int row, int k, uint32_t barrier) {
+  if constexpr (!kTransposed) {
+    copy_box<kShared>(to, map, k, row, 0, barrier);
+  } else if (whole) {
+    copy_box<kShared>(to, map, 0, k, row / 64, barrier);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; r += 64) copy_box<kShared>(to + r * kRow, map, row + r, k, 0, barrier);
+  }
+}
+
+template <class H, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void fill(
+    const CUtensorMap& map_a, const CUtensorMap& map_b, const Layouts& layouts, const Role<H>& role) {
+  constexpr int kShare = H::kN / H::kCluster;
+  const Stages& stages = role.stages;
+  Tiles<H> tiles = role.tiles;
+  Turn turn{stages.memory};
+  const int from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
+  bool first = true;
+  do {
+    int k = tiles.begin * kStep;
+    for (int count = tiles.steps; count > 0; --count, k += kStep, turn.next()) {
+      const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
+      wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
+      expect_bytes(barrier, H::kStageBytes);
+      if (first) wait_for_kernel_before(), first = false;  // The last that can wait.
+      copy_rows<false, kTransposedA, H::kM>(stage, map_a, layouts.a.whole, tiles.row, k, barrier);
+      copy_rows<H::kCluster == 2, kTransposedB, kShare>(
+          stage + H::kBytesA + from * kRow, map_b, layouts.b.whole, tiles.column + from, k, barrier);
+    }
+  } while (tiles.next());
 }
 
 // Exchanges 4 words among 4 neighbouring threads: thread q gets word q of each.
@@ -109,26 +239,82 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Stores a thread's sums: two neighbouring columns of every eight, of rows `row` and `row` + 8.
+// Adds up what the blocks of a cluster have of a tile's sums, each of its part of k, in the order of those, and calls
+// f(j, added) for the groups j of this block's share. The sums are sent from thread to thread, by stores that a barrier
+// counts. They stay as they are: nvcc serializes the instructions of wgmma if others write where these do.
+template <class H, class Function>
+__device__ __forceinline__ void add_of_cluster(
+    const float (&sums)[H::kN / 2], Share share, const Stages& stages, const Function& f) {
+  const int most = (H::kN / 8 + share.blocks - 1) / share.blocks;  // groups of a share
+  const uint32_t own = stages.start + threadIdx.x * 16;
+  meet_in_cluster();  // Nobody reads the stages any more.
+  share.each<H::kN>([&](int j, int owner, int turn) {
+    const uint32_t to = own + (share.rank * most + turn) * kGroupBytes<H>;
+    store_async(address_in(to, owner), sums + j * 4, address_in(stages.received(), owner));
+  });
+  wait_barrier(stages.received(), 0);
+  for (int j = share.rank, turn = 0; j < H::kN / 8; j += share.blocks, ++turn) {
+    float added[4] = {};
+#pragma unroll 4
+    for (int s = 0; s < share.blocks; ++s) {
+      float more[4];
+      load_shared(own + (s * most + turn) * kGroupBytes<H>, more);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) added[e] += more[e];
+    }
+    f(j, added);
+  }
+}
+
+// The first of the two rows of a tile that a thread has sums of, eight apart.
+__device__ inline int row_in_tile() {
+  return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
+// Stores a thread's sums of a group of eight columns from `column` on: two neighbours, of either row.
+template <class T>
+__device__ __forceinline__ void store_group(
+    const Product<T, float>& product, int64_t row, int64_t column, const float* sums) {
+  const int64_t j = column + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t i = row + half * 8;
+    if (i >= product.m || j >= product.n) continue;
+    T* to = product.c + i * product.c_outer + j * product.c_inner;
+    if (product.has_vectors(2)) {
+      store_vector<T, 2>(to, sums + half * 2);
+    } else {
+      to[0] = round_to<T>(sums[half * 2]);
+      if (j + 1 < product.n) to[product.c_inner] = round_to<T>(sums[half * 2 + 1]);
+    }
+  }
+}
+
+// Stores a thread's sums of a tile.
 template <class H>
 __device__ __forceinline__ void store(
-    const Product<typename H::T, float>& product, const Place& at, int64_t row, int64_t column,
-    const float (&sums)[H::kN / 2]) {
+    const Product<typename H::T, float>& product, const Tiles<H>& tiles, const float (&sums)[H::kN / 2]) {
   using T = typename H::T;
   const int in_quad = threadIdx.x % 4;
+  int64_t row = tiles.row + row_in_tile();
+  if (product.partial == nullptr && !product.has_vectors(8)) {
+#pragma unroll
+    for (int j = 0; j < H::kN / 8; ++j) store_group(product, row, tiles.column + j * 8, sums + j * 4);
+    return;
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half, row += 8) {
-    const int64_t first = column + in_quad * 2;
     if (product.partial != nullptr) {
-      float* to = product.partial + (at.split * product.m + row) * product.partial_stride + first;
+      const int64_t first = tiles.column + in_quad * 2;
+      float* to = product.partial + (tiles.split * product.m + row) * product.partial_stride + first;
 #pragma unroll
       for (int j = 0; j < H::kN / 8; ++j) {
         if (row < product.m && first + j * 8 < product.partial_stride) {
           store_vector<float, 2>(to + j * 8, sums + j * 4 + half * 2);
         }
       }
-    } else if (product.has_vectors(8)) {
-      const int64_t eight = column + in_quad * 8;
+    } else {
+      const int64_t eight = tiles.column + in_quad * 8;
       T* to = product.c + row * product.c_outer + eight;
 #pragma unroll
       for (int j = 0; j < H::kN / 8; j += 4) {
@@ -144,30 +330,26 @@ __device__ __forceinline__ void store(
           *reinterpret_cast<uint4*>(to + j * 8) = {words[0], words[1], words[2], words[3]};
         }
       }
-    } else if (row < product.m) {
-      T* to = product.c + row * product.c_outer + first * product.c_inner;
-#pragma unroll
-      for (int j = 0; j < H::kN / 8; ++j, to += 8 * product.c_inner) {
-        const float* pair = sums + j * 4 + half * 2;
-        if (first + j * 8 < product.n) to[0] = round_to<T>(pair[0]);
-        if (first + j * 8 + 1 < product.n) to[product.c_inner] = round_to<T>(pair[1]);
-      }
     }
   }
 }
 
-// A tile's sums, of the steps from `begin` to `end`.
+// Gives a stage back, once a warpgroup has read it.
+template <class H>
+__device__ __forceinline__ void release(const Stages& stages, int stage) {
+  const int thread = threadIdx.x % kWarpgroup;
+  if (thread >= H::kCluster) return;
+  H::kCluster == 1 ? arrive(stages.empty(stage)) : arrive_at(stages.empty(stage), thread);
+}
+
+// A tile's sums, of so many steps.
 template <class H, bool kTransposedA, bool kTransposedB>
-__device__ __forceinline__ void add_steps(
-    float (&sums)[H::kN / 2], Turn<H::kStages>& turn, int64_t count, uint32_t stages, uint32_t full, uint32_t empty) {
-  const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
-  auto release = [&](int stage) {
-    if (thread < H::kCluster) arrive_at(empty + stage * 8, H::kCluster == 1 ? rank_in_cluster() : thread);
-  };
+__device__ __forceinline__ void add_steps(float (&sums)[H::kN / 2], Turn& turn, int count, const Stages& stages) {
+  const int warpgroup = threadIdx.x / kWarpgroup;
   int before = -1;
   for (; count > 0; --count, turn.next()) {
-    wait_barrier(full + turn.stage * 8, turn.parity);
-    const uint32_t stage = stages + turn.stage * H::kStageBytes;
+    wait_barrier(stages.full(turn.stage), turn.parity);
+    const uint32_t stage = stages.start + turn.stage * H::kStageBytes;
     const uint64_t a = describe<kTransposedA>(stage + warpgroup * 64 * kRow);
     const uint64_t b = describe<kTransposedB>(stage + H::kBytesA);
     pin(sums);
@@ -181,89 +363,63 @@ __device__ __forceinline__ void add_steps(
     pin(sums);
     if (before >= 0) {  // The step before is done; this one goes on while the next is waited for.
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      release(before);
+      release<H>(stages, before);
     }
     before = turn.stage;
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   pin(sums);
-  release(before);
-}
-
-// Puts sums where the other blocks of the cluster find them: in the stages, once all warpgroups have read the last.
-template <class H>
-__device__ __forceinline__ void store_to_cluster(float* shared, int row, const float (&sums)[H::kN / 2]) {
-  asm volatile("bar.sync 1, %0;" ::"n"(H::kConsumers * kWarpgroup) : "memory");
-  float* to = shared + row * H::kSumsStride + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < H::kN / 8; ++j) {
-    store_vector<float, 2>(to + j * 8, sums + j * 4);
-    store_vector<float, 2>(to + 8 * H::kSumsStride + j * 8, sums + j * 4 + 2);
-  }
+  release<H>(stages, before);
 }
 
 template <class H>
 __device__ __forceinline__ void consume(
-    const Product<typename H::T, float>& product, Transposed transposed, const Tiling& tiling, bool split_in_cluster,
-    unsigned char* shared, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
-  const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
-  Turn<H::kStages> turn;
-  for (int64_t index = blockIdx.x / H::kCluster; index < tiling.count(); index += gridDim.x / H::kCluster) {
-    const Place at = place(tiling, index, split_in_cluster);
+    const Product<typename H::T, float>& product, const Layouts& layouts, const Role<H>& role) {
+  const Stages& stages = role.stages;
+  Tiles<H> tiles = role.tiles;
+  Turn turn{stages.memory};
+  wait_for_kernel_before();
+  do {
     float sums[H::kN / 2];
-    if (transposed.a) {
-      transposed.b ? add_steps<H, true, true>(sums, turn, at.end - at.begin, stages, full, empty)
-                   : add_steps<H, true, false>(sums, turn, at.end - at.begin, stages, full, empty);
+    // Not by with_layouts: nvcc then serializes the instructions of wgmma.
+    if (layouts.a.transposed) {
+      layouts.b.transposed ? add_steps<H, true, true>(sums, turn, tiles.steps, stages)
+                           : add_steps<H, true, false>(sums, turn, tiles.steps, stages);
     } else {
-      transposed.b ? add_steps<H, false, true>(sums, turn, at.end - at.begin, stages, full, empty)
-                   : add_steps<H, false, false>(sums, turn, at.end - at.begin, stages, full, empty);
+      layouts.b.transposed ? add_steps<H, false, true>(sums, turn, tiles.steps, stages)
+                           : add_steps<H, false, false>(sums, turn, tiles.steps, stages);
     }
-    const int in_tile = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    if (split_in_cluster) {
-      store_to_cluster<H>(reinterpret_cast<float*>(shared), in_tile, sums);
+    if (role.split_in_cluster) {
+      add_of_cluster<H>(sums, role.share(), stages, [&](int j, const float* added) {
+        store_group(product, tiles.row + row_in_tile(), tiles.column + j * 8, added);
+      });
     } else {
-      store<H>(product, at, (at.m * H::kCluster + rank) * H::kM + in_tile, at.n * H::kN, sums);
+      store<H>(product, tiles, sums);
     }
-  }
+  } while (tiles.next());
 }
 
 #endif
 
-// Where there are splits and no memory for partial sums, the blocks of a cluster are the splits of one tile.
 template <class H>
 __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
     const __grid_constant__ Product<typename H::T, float> product, const __grid_constant__ Tiling tiling,
-    Transposed transposed) {
+    const __grid_constant__ Layouts layouts, const __grid_constant__ Memory memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
-  const uint32_t start = shared_address(shared), stages = (start + 1023) / 1024 * 1024;
-  const uint32_t full = stages + H::kStages * H::kStageBytes, empty = full + H::kStages * 8;
-  const int rank = H::kCluster == 1 ? 0 : rank_in_cluster(), splits = static_cast<int>(tiling.splits());
-  const bool split_in_cluster = H::kCluster == 1 && splits > 1 && product.partial == nullptr;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < H::kStages; ++s) {
-      init_barrier(full + s * 8, 1);
-      init_barrier(empty + s * 8, H::kConsumers * H::kCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  start_kernel_behind();
+  if (threadIdx.x == Role<H>::kCopies) {
+    prefetch_map(map_a);
+    prefetch_map(map_b);
   }
-  H::kCluster == 1 ? __syncthreads() : sync_cluster();
-  wait_for_kernel_before();
-  if (threadIdx.x >= H::kConsumers * kWarpgroup) {
-    if (threadIdx.x == H::kConsumers * kWarpgroup) {
-      fill<H>(map_a, map_b, transposed, tiling, split_in_cluster, stages, full, empty, rank);
-    }
-  } else {
-    consume<H>(product, transposed, tiling, split_in_cluster, shared + (stages - start), stages, full, empty, rank);
+  const Role<H> role(shared, memory, tiling, product.partial != nullptr);
+  if (role.computes()) {
+    consume<H>(product, layouts, role);
+  } else if (role.copies()) {
+    with_layouts(layouts, [&]<bool kA, bool kB>() { fill<H, kA, kB>(map_a, map_b, layouts, role); });
   }
-  __syncwarp();
-  if (split_in_cluster) {
-    store_of_cluster<H::kM, H::kN, H::kSumsStride>(
-        product, place(tiling, blockIdx.x, true), splits, reinterpret_cast<const float*>(shared + (stages - start)));
-  } else if (H::kCluster > 1) {
-    sync_cluster();  // The other block may still write here, and arrive at these barriers.
-  }
+  role.end();
 #endif
 }
 
@@ -280,36 +436,60 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
+// A map of a factor, of boxes of `box_rows` rows; where it is transposed, of 64, or if `whole`, of box_rows / 64
+// times 64.
 template <class T>
-bool encode(const Factor<T>& factor, bool transposed, int64_t rows, int64_t k, int box_rows, CUtensorMap* map) {
-  const cuuint64_t sizes[2] = {
-      static_cast<cuuint64_t>(transposed ? rows : k), static_cast<cuuint64_t>(transposed ? k : rows)};
-  const cuuint64_t stride = (transposed ? factor.inner : factor.outer) * sizeof(T);
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(transposed ? kStep : box_rows)}, steps[2] = {1, 1};
+bool encode(const Factor<T>& factor, Layout layout, int64_t rows, int64_t k, int box_rows, CUtensorMap* map) {
+  const auto stride = static_cast<cuuint64_t>((layout.transposed ? factor.inner : factor.outer) * sizeof(T));
+  cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), 1}, strides[2] = {stride, stride};
+  cuuint32_t box[3] = {kStep, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  if (layout.transposed) {
+    std::swap(sizes[0], sizes[1]);
+    box[0] = 64, box[1] = kStep;
+  }
+  if (layout.whole) {
+    sizes[0] = 64, sizes[2] = static_cast<cuuint64_t>(rows / 64), strides[1] = 64 * sizeof(T);
+    box[2] = static_cast<cuuint32_t>(box_rows / 64);
+  }
   const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto function = tensor_map_encoder();
   return function != nullptr &&
          function(
-             map, type, 2, const_cast<T*>(factor.data), sizes, &stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             map, type, 3, const_cast<T*>(factor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// As many stages as fit where so many blocks are on a multiprocessor, and as there are steps; and at least as much
+// memory as a block's share of a cluster's sums takes.
+template <class H>
+Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, int processors) {
+  const int64_t at_a_time = std::min<int64_t>(ceil_div(blocks, processors), H::kBlocks), splits = tiling.splits();
+  const int64_t fit = kSharedBytes / at_a_time / H::kStageBytes;
+  const auto stages = static_cast<int>(std::min({fit, tiling.steps_per_split, int64_t(kMostStages)}));
+  const int64_t received = split_in_cluster ? splits * ceil_div(H::kN / 8, splits) * kGroupBytes<H> : 0;
+  return {std::max(stages * H::kStageBytes, static_cast<int>(received)), stages};
 }
 
 template <class T, int kTile>
 void multiply(Launch& launch, const Product<T, float>& product, const Tiling& tiling, int processors) {
   using H = Hopper<T, kTile>;
-  const Transposed transposed{product.a.inner != 1, product.b.inner != 1};
+  const Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
   CUtensorMap map_a, map_b;
-  if (!encode(product.a, transposed.a, product.m, product.k, H::kM, &map_a) ||
-      !encode(product.b, transposed.b, product.n, product.k, H::kN / H::kCluster, &map_b)) {
+  if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
+      !encode(product.b, layouts.b, product.n, product.k, H::kN / H::kCluster, &map_b)) {
     fail("matmul", "the driver can't describe the matrices to the GPU");
   }
   const bool split_in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;
   const int64_t clusters =
       split_in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster * H::kBlocks);
+  const Memory memory = memory_of<H>(tiling, clusters * H::kCluster, split_in_cluster, processors);
+  constexpr size_t kMost = kAlignment + kSharedBytes + kBarrierBytes;
   launch.clusters(
       hopper_kernel<H>, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster,
-      H::kThreads, H::kSharedBytes, true, map_a, map_b, product, tiling, transposed);
+      H::kThreads, {static_cast<size_t>(kAlignment + memory.bytes + kBarrierBytes), kMost}, true, map_a, map_b, product,
+      tiling, layouts, memory);
 }
 
 // Whether the current device runs code for architecture 9.0a: it is of 9.0, and the library has such code.

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Mma<T>::kThreads, 2) mma_kernel(Product<T, flo
       }
     };
     pipeline<M::kStages>(static_cast<int>(at.end - at.begin), load, compute);  // More would take hours.
-    store_sums<2>(product, at, [&](const auto& store) {
+    store_sums<2>(product, at.split, [&](const auto& store) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int64_t m = first_m + row + i * 16 + lane / 4;

@@ -129,9 +129,9 @@ __device__ __forceinline__ void store_vector(To* to, const V* values) {
 
 // Stores a thread's sums: each(f) calls f(i, j, sums) for every kCount of them in a row, from element (i, j) on.
 template <int kCount, class T, class V, class Each>
-__device__ __forceinline__ void store_sums(const Product<T, V>& product, const Place& at, const Each& each) {
+__device__ __forceinline__ void store_sums(const Product<T, V>& product, int64_t split, const Each& each) {
   if (product.partial != nullptr) {
-    V* base = product.partial + at.split * product.m * product.partial_stride;
+    V* base = product.partial + split * product.m * product.partial_stride;
     each([&](int64_t i, int64_t j, const V* sums) {
       if (i < product.m && j < product.partial_stride) {
         store_vector<V, kCount>(base + i * product.partial_stride + j, sums);
@@ -216,10 +216,18 @@ __device__ void wait_for_copies() {
 #endif
 }
 
-// Lets the kernel behind this one start, if it is one that waits, and waits for what the kernel before wrote.
-__device__ inline void wait_for_kernel_before() {
+// Lets the kernel behind this one start, if it is one that waits.
+__device__ inline void start_kernel_behind() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Lets the kernel behind this one start, and waits for what the kernel before wrote.
+__device__ inline void wait_for_kernel_before() {
+  start_kernel_behind();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

@@ -272,7 +272,7 @@ __device__ __forceinline__ void multiply_simt(const Product<T, V>& product, cons
     }
     return;
   }
-  store_sums<kWide>(product, at, [&](const auto& store) {
+  store_sums<kWide>(product, at.split, [&](const auto& store) {
 #pragma unroll
     for (int i = 0; i < S::kRows; ++i) {
       const int64_t m = first_m + row + i / S::kVec * S::kVec * S::kLanesM + i % S::kVec;

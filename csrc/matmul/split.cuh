@@ -72,51 +72,55 @@ template <int kCluster_>
 struct Split {
   using T = __nv_bfloat16;
   static constexpr int kM = 128, kN = 128, kCluster = kCluster_, kConsumers = 2, kStages = 2, kParts = 3;
-  static constexpr int kSumsStride = kN + 8;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kParts * (kBytesA + kBytesB);
-  static constexpr int kSharedBytes = 1024 + kStages * (kStageBytes + 16);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <class H>
 __device__ __forceinline__ void fill_parts(
-    const CUtensorMap& map_a, const CUtensorMap& map_b, const Product<float, float>& product, const Tiling& tiling,
-    bool in_cluster, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
-  Turn<H::kStages> turn;
+    const CUtensorMap& map_a, const CUtensorMap& map_b, const Product<float, float>& product, const Role<H>& role) {
   constexpr int kShare = H::kN / H::kCluster;
-  for (int64_t index = blockIdx.x / H::kCluster; index < tiling.count(); index += gridDim.x / H::kCluster) {
-    const Place at = place(tiling, index, in_cluster);
-    const int64_t row = (at.m * H::kCluster + rank) * H::kM, column = at.n * H::kN + rank * kShare;
-    for (int64_t step = at.begin; step < at.end; ++step, turn.next()) {
-      const uint32_t barrier = full + turn.stage * 8, stage = stages + turn.stage * H::kStageBytes;
-      wait_barrier(empty + turn.stage * 8, turn.parity ^ 1);
+  const Stages& stages = role.stages;
+  Tiles<H> tiles = role.tiles;
+  Turn turn{stages.memory};
+  const int from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
+  do {
+    int k = tiles.begin * kStep;
+    for (int count = tiles.steps; count > 0; --count, k += kStep, turn.next()) {
+      const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
+      wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
       expect_bytes(barrier, H::kStageBytes);
 #pragma unroll
       for (int p = 0; p < H::kParts; ++p) {
-        copy_box<false>(stage + p * H::kBytesA, map_a, step * kStep, p * product.m + row, barrier);
+        copy_box<false>(stage + p * H::kBytesA, map_a, k, p * static_cast<int>(product.m) + tiles.row, 0, barrier);
         copy_box<H::kCluster == 2>(
-            stage + H::kParts * H::kBytesA + p * H::kBytesB + rank * kShare * kRow, map_b, step * kStep,
-            p * product.n + column, barrier);
+            stage + H::kParts * H::kBytesA + p * H::kBytesB + from * kRow, map_b, k,
+            p * static_cast<int>(product.n) + tiles.column + from, 0, barrier);
       }
     }
-  }
+  } while (tiles.next());
+}
+
+// Of what a thread has stored of a group of columns.
+__device__ inline void restore_group(const Product<float, float>& product, int64_t row, int64_t column) {
+#pragma unroll 1
+  for (int e = 0; e < 4; ++e) restore_infinite(product, row + e / 2 * 8, column + e % 2);
 }
 
 template <class H>
-__device__ __forceinline__ void consume_parts(
-    const Product<float, float>& product, const Tiling& tiling, bool in_cluster, float* shared, uint32_t stages,
-    uint32_t full, uint32_t empty, int rank) {
-  const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
-  Turn<H::kStages> turn;
-  for (int64_t index = blockIdx.x / H::kCluster; index < tiling.count(); index += gridDim.x / H::kCluster) {
-    const Place at = place(tiling, index, in_cluster);
+__device__ __forceinline__ void consume_parts(const Product<float, float>& product, const Role<H>& role) {
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  const Stages& stages = role.stages;
+  Tiles<H> tiles = role.tiles;
+  Turn turn{stages.memory};
+  do {
     float totals[H::kN / 2] = {};
-    for (int64_t step = at.begin; step < at.end; ++step, turn.next()) {
+    for (int count = tiles.steps; count > 0; --count, turn.next()) {
       float sums[H::kN / 2];
-      wait_barrier(full + turn.stage * 8, turn.parity);
-      const uint32_t stage = stages + turn.stage * H::kStageBytes;
+      wait_barrier(stages.full(turn.stage), turn.parity);
+      const uint32_t stage = stages.start + turn.stage * H::kStageBytes;
       pin(sums);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
       constexpr int kOrder[6][2] = {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}};
@@ -133,19 +137,19 @@ __device__ __forceinline__ void consume_parts(
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       pin(sums);
-      if (thread < H::kCluster) {
-        arrive_at(empty + turn.stage * 8, H::kCluster == 1 ? rank_in_cluster() : thread);
-      }
+      release<H>(stages, turn.stage);
 #pragma unroll
       for (int i = 0; i < H::kN / 2; ++i) totals[i] += sums[i];
     }
-    const int in_tile = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    if (in_cluster) {
-      store_to_cluster<H>(shared, in_tile, totals);
+    const int64_t row = tiles.row + row_in_tile(), column = tiles.column + threadIdx.x % 4 * 2;
+    if (role.split_in_cluster) {
+      add_of_cluster<H>(totals, role.share(), stages, [&](int j, const float* added) {
+        store_group(product, row, tiles.column + j * 8, added);
+        restore_group(product, row, column + j * 8);
+      });
       continue;
     }
-    const int64_t row = (at.m * H::kCluster + rank) * H::kM + in_tile, column = at.n * H::kN + thread % 4 * 2;
-    store_sums<2>(product, at, [&](const auto& store) {
+    store_sums<2>(product, tiles.split, [&](const auto& store) {
 #pragma unroll
       for (int j = 0; j < H::kN / 8; ++j) {
         store(row, column + j * 8, totals + j * 4);
@@ -158,10 +162,8 @@ __device__ __forceinline__ void consume_parts(
     for (int i = 0; i < H::kN / 2; ++i) finite = finite && isfinite(totals[i]);
     if (finite) continue;
 #pragma unroll 1
-    for (int e = 0; e < H::kN / 2; ++e) {
-      restore_infinite(product, row + e / 2 % 2 * 8, column + e / 4 * 8 + e % 2);
-    }
-  }
+    for (int j = 0; j < H::kN / 8; ++j) restore_group(product, row, column + j * 8);
+  } while (tiles.next());
 }
 
 #endif
@@ -169,36 +171,17 @@ __device__ __forceinline__ void consume_parts(
 template <class H>
 __global__ void __launch_bounds__(H::kThreads, 1) split_product_kernel(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-    const __grid_constant__ Product<float, float> product, const __grid_constant__ Tiling tiling) {
+    const __grid_constant__ Product<float, float> product, const __grid_constant__ Tiling tiling,
+    const __grid_constant__ Memory memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
-  const uint32_t start = shared_address(shared), stages = (start + 1023) / 1024 * 1024;
-  const uint32_t full = stages + H::kStages * H::kStageBytes, empty = full + H::kStages * 8;
-  const int rank = H::kCluster == 1 ? 0 : rank_in_cluster();
-  const bool in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;
-  auto* sums = reinterpret_cast<float*>(shared + (stages - start));
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < H::kStages; ++s) {
-      init_barrier(full + s * 8, 1);
-      init_barrier(empty + s * 8, H::kConsumers * H::kCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  const Role<H> role(shared, memory, tiling, product.partial != nullptr);
+  if (role.computes()) {
+    consume_parts<H>(product, role);
+  } else if (role.copies()) {
+    fill_parts<H>(map_a, map_b, product, role);
   }
-  H::kCluster == 1 ? __syncthreads() : sync_cluster();
-  if (threadIdx.x >= H::kConsumers * kWarpgroup) {
-    if (threadIdx.x == H::kConsumers * kWarpgroup) {
-      fill_parts<H>(map_a, map_b, product, tiling, in_cluster, stages, full, empty, rank);
-    }
-  } else {
-    consume_parts<H>(product, tiling, in_cluster, sums, stages, full, empty, rank);
-  }
-  __syncwarp();
-  if (in_cluster) {
-    store_of_cluster<H::kM, H::kN, H::kSumsStride>(
-        product, place(tiling, blockIdx.x, true), static_cast<int>(tiling.splits()), sums);
-  } else if (H::kCluster > 1) {
-    sync_cluster();
-  }
+  role.end();
 #endif
 }
 
@@ -207,15 +190,16 @@ void run_split(
     Launch& launch, const Product<float, float>& product, const Tiling& tiling, const Factor<__nv_bfloat16>& parts_a,
     const Factor<__nv_bfloat16>& parts_b, int processors) {
   CUtensorMap map_a, map_b;
-  if (!encode(parts_a, false, 3 * product.m, product.k, H::kM, &map_a) ||
-      !encode(parts_b, false, 3 * product.n, product.k, H::kN / H::kCluster, &map_b)) {
+  if (!encode(parts_a, {}, 3 * product.m, product.k, H::kM, &map_a) ||
+      !encode(parts_b, {}, 3 * product.n, product.k, H::kN / H::kCluster, &map_b)) {
     fail("matmul", "the driver can't describe the matrices to the GPU");
   }
+  constexpr Memory kMemory{H::kStages * H::kStageBytes, H::kStages};
   const bool in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;
   const int64_t clusters = in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster);
   launch.clusters(
       split_product_kernel<H>, clusters * H::kCluster, in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster,
-      H::kThreads, H::kSharedBytes, false, map_a, map_b, product, tiling);
+      H::kThreads, kAlignment + kMemory.bytes + kBarrierBytes, false, map_a, map_b, product, tiling, kMemory);
 }
 
 constexpr int64_t kBytesOfParts = 3 * sizeof(__nv_bfloat16);

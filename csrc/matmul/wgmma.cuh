@@ -38,17 +38,36 @@ __device__ inline void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ inline void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Where block `rank` of the cluster has what is at `own` in this one's shared memory.
+__device__ inline uint32_t address_in(uint32_t own, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
+  return there;
+}
+
 // Arrives at the barrier of block `rank` of the cluster that is where `barrier` is in this one. There is nothing to
 // release at the scope of the cluster, and asking for it costs more than a step takes: wgmma has read what it needs.
 __device__ inline void arrive_at(uint32_t barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank)) : "memory");
+}
+
+// Stores into the shared memory of a block of the cluster, and counts the bytes at a barrier of that block.
+__device__ inline void store_async(uint32_t to, const float* values, uint32_t barrier) {
   asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(barrier),
-      "r"(rank)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
       : "memory");
+}
+
+__device__ inline void load_shared(uint32_t from, float* values) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+               : "r"(from)
+               : "memory");
 }
 
 __device__ inline void prefetch_map(const CUtensorMap& map) {
@@ -57,19 +76,18 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
 
 // A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster.
 template <bool kShared>
-__device__ void copy_box(uint32_t to, const CUtensorMap& map, int64_t inner, int64_t outer, uint32_t barrier) {
-  const int x = static_cast<int>(inner), y = static_cast<int>(outer);
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int x, int y, int z, uint32_t barrier) {
   if constexpr (kShared) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
         : "memory");
   } else {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(barrier)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
   }
 }
