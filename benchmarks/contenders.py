@@ -26,14 +26,12 @@ RECORD = "a call that records a gradient is checked in Python, for a microsecond
 VMAP = (
     "an operator's rule for vmap runs in Python, some microseconds longer than those of PyTorch's own operators in C++"
 )
-BOXED, RECORDED = (
-    "PyTorch's, boxed",
-    "PyTorch's, boxed, a node in Python",
-)  # What none but PyTorch's own can be faster than.
-Least = tuple[
-    Any, Function
-]  # An overload of PyTorch's, and its derivative, a function of the gradient and the arguments.
 NODE = "the derivative is a node in Python, which takes longer on the thread of the backward than PyTorch's in C++"
+
+# What none but PyTorch's own can be faster than.
+BOXED, RECORDED = "PyTorch's, boxed", "PyTorch's, boxed, a node in Python"
+# An overload of PyTorch's, and its derivative, a function of the gradient and the arguments.
+Least = tuple[Any, Function]
 
 
 def sizes(device: str, dtype: torch.dtype) -> tuple[int, ...]:
@@ -161,7 +159,6 @@ def calls(
             size=", ".join(part for part in (shapes, way) if part),
             timer=timer,
             reason=RECORD if records else CALL,
-            short=records and not way,
         )
 
 

@@ -65,10 +65,6 @@ __device__ __forceinline__ void store_of_cluster(
         if (j + e < product.n) to[e * product.c_inner] = round_to<T>(sums[e]);
       }
     }
-    if constexpr (std::is_same_v<T, float>) {
-#pragma unroll 1
-      for (int e = 0; e < kVec; ++e) restore_infinite(product, i, j + e);
-    }
   }
   sync_cluster();  // Others may still read here.
 #endif

@@ -129,17 +129,6 @@ struct Tiles {
 // columns, the one at `rank`.
 struct Share {
   int blocks, rank;
-
-  // Calls f(j, owner, turn) for each group j of kN columns, which is the turn-th of the block `owner`.
-  template <int kN, class Function>
-  __device__ __forceinline__ void each(const Function& f) const {
-    int owner = 0, turn = 0;
-#pragma unroll
-    for (int j = 0; j < kN / 8; ++j) {
-      f(j, owner, turn);
-      if (++owner == blocks) owner = 0, ++turn;
-    }
-  }
 };
 
 // What a thread of a block does, once the barriers of all blocks that it has to do with are there: threads of the first
@@ -216,7 +205,7 @@ __device__ __forceinline__ void fill(
       const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
       wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
       expect_bytes(barrier, H::kStageBytes);
-      if (first) wait_for_kernel_before(), first = false;  // The last that can wait.
+      if (first) wait_for_kernel_before(), first = false;  // All before runs beside that kernel.
       copy_rows<false, kTransposedA, H::kM>(stage, map_a, layouts.a.whole, tiles.row, k, barrier);
       copy_rows<H::kCluster == 2, kTransposedB, kShare>(
           stage + H::kBytesA + from * kRow, map_b, layouts.b.whole, tiles.column + from, k, barrier);
@@ -248,10 +237,13 @@ __device__ __forceinline__ void add_of_cluster(
   const int most = (H::kN / 8 + share.blocks - 1) / share.blocks;  // groups of a share
   const uint32_t own = stages.start + threadIdx.x * 16;
   meet_in_cluster();  // Nobody reads the stages any more.
-  share.each<H::kN>([&](int j, int owner, int turn) {
-    const uint32_t to = own + (share.rank * most + turn) * kGroupBytes<H>;
+  uint32_t to = own + share.rank * most * kGroupBytes<H>;
+  int owner = 0;
+#pragma unroll
+  for (int j = 0; j < H::kN / 8; ++j) {
     store_async(address_in(to, owner), sums + j * 4, address_in(stages.received(), owner));
-  });
+    if (++owner == share.blocks) owner = 0, to += kGroupBytes<H>;
+  }
   wait_barrier(stages.received(), 0);
   for (int j = share.rank, turn = 0; j < H::kN / 8; j += share.blocks, ++turn) {
     float added[4] = {};

@@ -666,8 +666,8 @@ class Operator:
         first, *others = (self.names[i] for i in self.tensors)
         tests = [f"_dtype in _FLOATING and {of_first} and {of_each}".format(first)]
         for t in others:
-            alike = f"{{0}}.dtype is _dtype and {{0}}.shape == _shape and {{0}}.get_device() == _device and {of_each}".format(
-                t
+            alike = (
+                f"{t}.dtype is _dtype and {t}.shape == _shape and {t}.get_device() == _device and {of_each.format(t)}"
             )
             tests.append(f"({t} is None or {alike})" if "Optional" in self.types[self.names.index(t)] else alike)
         read = f"_dtype, _shape, _device = {first}.dtype, {first}.shape, {first}.get_device()"
