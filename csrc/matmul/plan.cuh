@@ -36,6 +36,7 @@ struct Costs {
   double pass;                // to add up sums in another launch
   double sums;                // bytes that it moves
   double cluster, per_split;  // to add up sums in a cluster
+  double per_group = 0;       // of eight columns of a block's share
 };
 
 struct Plan {
@@ -86,7 +87,8 @@ Plan plan(
       double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
       time = std::max(time + std::ceil(turns / shape.blocks) * costs.block, at_least);
       if (in_cluster) {
-        time += costs.cluster + costs.per_split * splits * turns;
+        const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
+        time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
       } else if (splits > 1) {
         time += costs.pass + (8.0 * splits + bytes) * m * n / costs.sums;
       }
