@@ -430,7 +430,7 @@ class Operator:
         """
         self.scope = {**_HELPERS, "_kernel": self.kernel, "_general": self._make_general(), "_operator": self}
         self.scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_below_autograd": self._below_autograd}
-        self.scope |= {"_exact": self.exact, "_filled": self.declared.filled}
+        self.scope |= {"_exact": self.exact, "_filled": self.declared.filled, "_last_default": self.last_default}
         first = "return _operator.write_out()(*args, **kwargs)"
         function: Any = _derivatives.maker("<extension_cpp>", "function(*args, **kwargs)", first, *self.scope)(
             **self.scope
@@ -491,6 +491,12 @@ class Operator:
         if self.differentiable or self.written:
             others.append("_forward_ad._current_level >= 0")
         call = f"_call(_kernel, {', '.join(arguments)})"
+        if self.schema.arguments[-1].has_default_value():
+            # The dispatcher knows it, and takes as long as for two tensors to see that a number is none.
+            *rest, last = arguments
+            value = f"({self.names[-1]} := {last})" if last != self.names[-1] else last
+            shorter = ", ".join(["_kernel", *rest])
+            call = f"_call({shorter}) if {value} is _last_default else _call({shorter}, {self.names[-1]})"
         if self.written:  # torch.compile can't ask for the last.
             others += ["_dispatch_modes()", recorded, *(f"{self.names[i]}.is_inference()" for i in self.written)]
             way = [f"return {call}"]
@@ -620,8 +626,11 @@ class Operator:
         """
         if args[-1] is self.last_default:
             args = args[:-1]
-        with _AutoDispatchBelowAutograd():
+        below = _AutoDispatchBelowAutograd()  # From now on, and not from a `with` that takes as long as it.
+        try:
             return _dispatch_call_boxed(self.default._handle, *args)
+        finally:
+            del below  # Which an error would keep, with this frame.
 
     @cached_property
     def _apply(self) -> list[Callable]:
