@@ -314,7 +314,10 @@ CONVOLVED_SIZES = [  # B, T, H, K
     (2, 20, 65, 3),  # More than a round of what CUDA loads ahead.
     (2, 9, 33, 8),
     (2, 7, 100, 33),
-    (1, 5, 600, 9),  # On CUDA, two elements a thread back in time.
+    (2, 9, 28, 27),  # On CUDA, a thread's elements are next to both ends of the others.
+    (1, 5, 301, 12),  # No vectors.
+    (1, 5, 384, 5),  # Few taps of a wide row.
+    (1, 5, 600, 9),  # In float64, two elements a thread back in time.
     (1, 5, 1100, 9),  # Four.
     (1, 3, 4200, 12),  # More than a block has threads for.
     (1, 2, 300, 257),

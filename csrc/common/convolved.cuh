@@ -8,10 +8,10 @@
 // So threads meet as rarely as they can. Three taps, and up to eight back in time or where a row is on several blocks,
 // go through shuffled_kernel: a warp has a part of the row in registers and computes, beyond both its ends, what its
 // neighbours have, so that warps meet in shared memory only every few steps, and blocks in memory every few dozen.
-// Others go through forward_kernel and backward_kernel, which have the state of a row in shared memory, twice, so that
-// a step needs one barrier. What doesn't fit there goes through plain_kernel, which reads the last state where it was
-// written, in y and grad_x. All compute an element in the same order, whatever its place: results don't depend on how a
-// row lies on threads.
+// Others have the state of a row in shared memory, twice, so that a step needs one barrier: vectors_kernel for more
+// taps, and forward_kernel and backward_kernel, with an element a thread, for float64 and for few taps of short rows.
+// What doesn't fit there goes through plain_kernel, which reads the last state where it was written, in y and grad_x.
+// All compute an element in the same order, whatever its place: results don't depend on how a row lies on threads.
 //
 // Sums over a row are partial results, which finish_kernel adds up in a fixed order; where K sums don't fit into
 // registers, products_kernel makes them.
@@ -21,6 +21,7 @@
 
 #include "convolved/registers.cuh"
 #include "convolved/shared.cuh"
+#include "convolved/vectors.cuh"
 #include "launch.cuh"
 
 namespace extension_cpp::convolved {
@@ -103,6 +104,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) grad_kernel[blockIdx.x] = static_cast<T>(static_cast<Wide<T>>(total));
 }
 
+// Whether vectors_kernel is quicker than those that have an element a thread, or it is theirs to do.
+template <bool kBack>
+bool is_for_vectors(const Sizes& sizes) {
+  if (sizes.width > kMostWidth || sizes.steps > kMostSteps || Ring(sizes, kBack).bytes > kShared) return false;
+  return sizes.taps > kFew || (!kBack && sizes.width > 256 && sizes.width % kTogether == 0);
+}
+
 // How a row lies for shuffled_kernel: as takes the least time, of as many blocks and steps between their meetings as
 // are powers of two. No blocks: it is for another kernel.
 template <bool kBack, class T>
@@ -110,7 +118,7 @@ Tiles tiles_of(const Sizes& sizes, int processors) {
   Tiles best;
   best.blocks = 0;
   if (sizeof(Wide<T>) != 4 || sizes.taps > kFew || sizes.width > int64_t{processors} * kThreads ||
-      sizes.steps > 0x7ffffff0) {
+      sizes.steps > kMostSteps) {
     return best;
   }
   const bool is_exact = sizes.taps == kExact;
@@ -144,7 +152,9 @@ Tiles tiles_of(const Sizes& sizes, int processors) {
       const double turns = static_cast<double>(ceil_div(sizes.batch, std::max<int64_t>(1, processors / blocks)));
       double cost = std::max(alone, static_cast<double>(ceil_div(warps, 4)) * shared) + meeting / (rounds * ahead);
       if (blocks > 1) cost += far_meeting / apart;
-      if (blocks == 1 && !kBack && !is_exact) cost = 200 + static_cast<double>(width) / 3;  // forward_kernel's
+      if (blocks == 1 && !kBack && !is_exact) {  // Other kernels' cost.
+        cost = (is_for_vectors<kBack>(sizes) ? 100 : 200) + static_cast<double>(width) / 3;
+      }
       if (cost * turns >= least) continue;
       least = cost * turns;
       t.blocks = blocks, t.own = own, t.before = before, t.after = after, t.width = width, t.warps = warps,
@@ -233,6 +243,24 @@ void start(
       return launch.together(
           kernel, groups * tiles.blocks, threads, bytes, pass, tiles, static_cast<uint64_t*>(memory.mutable_data_ptr()),
           parts, grad_kernel);
+    }
+  }
+  if constexpr (sizeof(V) == 4) {
+    if (is_for_vectors<kBack>(sizes)) {
+      const Ring ring(sizes, kBack);
+      const bool has =
+          has_vectors<kTogether>(pass.in, pass.n) && (!kBack || has_vectors<kTogether>(pass.states, pass.n));
+      const int vectors = (ring.skip + ring.taps + kTogether - 1) / kTogether;
+      const auto kernel = [&] {
+        if (!has) return vectors_kernel<kBack, false, kMostTogether, T, F>;
+        if (vectors > 4) return vectors_kernel<kBack, true, kMostTogether, T, F>;
+        if constexpr (!kBack) {
+          if (vectors <= 2) return vectors_kernel<kBack, true, 2, T, F>;
+        }
+        return vectors_kernel<kBack, true, 4, T, F>;
+      }();
+      const int64_t threads = ceil_div(ceil_div(sizes.width, kTogether), kWarp) * kWarp;
+      return launch(kernel, sizes.batch, static_cast<int>(threads), ring.bytes, pass, ring);
     }
   }
   const Layout<V> layout(sizes, kBack);

@@ -15,7 +15,8 @@ constexpr int kMostThreads = 1024;      // of kernels that need few registers
 constexpr unsigned kAll = 0xffffffff;   // lanes
 constexpr int64_t kShared = 48 * 1024;  // bytes that every device has without being asked
 constexpr int kExact = 3, kFew = 8;
-constexpr int64_t kSplits = 1024;  // partial results of products_kernel, at most
+constexpr int64_t kMostSteps = 0x7ffffff0;  // of kernels that count them in 32 bits
+constexpr int64_t kSplits = 1024;           // partial results of products_kernel, at most
 
 template <class T>
 using Wide = typename Compute<T>::type;
