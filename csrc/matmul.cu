@@ -66,22 +66,25 @@ constexpr TileModel simt_model(double rate) {
   return {S::kM, S::kN, S::kK, S::kThreads / 32, S::kBlocks, rate, 8};
 }
 
-constexpr Costs kCosts{1793, 228, 3986, 1369, 2544, 3205, 247};
+constexpr Costs kCosts{1793, 228, 3986, 5500, 2544, 3205, 247};
 
 using Wide = Simt<float, 128, 256, 16, 16, 8, 2, 1>;
 using Narrow = Simt<float, 64, 128, 16, 8, 8, 4, 4>;
 using NarrowAlongK = Simt<float, 64, 128, 16, 8, 8, 3, 3>;  // It takes more registers.
+using Small = Simt<float, 64, 64, 16, 8, 4, 4, 4>;
 using Few = Simt<float, 16, 128, 16, 8, 4, 4, 4>;
 using Fewest = Simt<float, 4, 256, 16, 4, 4, 3, 4>;
-enum Shape { kWide, kNarrow, kFew, kFewest };
+enum Shape { kWide, kNarrow, kFew, kFewest, kSmall };
 // Parts of k that are multiples of every tile's steps are the same parts, whichever tile the layouts ask for.
 static_assert(
-    Wide::kK == Narrow::kK && NarrowAlongK::kK == Narrow::kK && Few::kK == Narrow::kK && Fewest::kK == Narrow::kK);
+    Wide::kK == Narrow::kK && NarrowAlongK::kK == Narrow::kK && Few::kK == Narrow::kK && Fewest::kK == Narrow::kK &&
+    Small::kK == Narrow::kK);
 
 Plan plan_simt(const Product<float, float>& product, const Device& device) {
   constexpr TileModel kModels[] = {
-      simt_model<Wide>(178), simt_model<Narrow>(170), simt_model<Few>(239), simt_model<Fewest>(118)};
-  return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, false);
+      simt_model<Wide>(178), simt_model<Narrow>(170), simt_model<Few>(150), simt_model<Fewest>(118),
+      simt_model<Small>(155)};
+  return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, AddUp::kLater);
 }
 
 void simt(
@@ -93,6 +96,8 @@ void simt(
     if (plan.shape == kWide && rows_a && rows_b) return run_simt<Wide, kRows, kRows>(launch, p, plan);
     if (plan.shape == kFew && rows_b) return run_simt<Few, kElements, kRows>(launch, p, plan);
     if (plan.shape == kFew && along_k) return run_simt<Few, kElements, kAlongK>(launch, p, plan);
+    if (plan.shape == kSmall && rows_a && rows_b) return run_simt<Small, kRows, kRows>(launch, p, plan);
+    if (plan.shape == kSmall && rows_b) return run_simt<Small, kElements, kRows>(launch, p, plan);
     if (plan.shape == kFewest && rows_b) return run_simt<Fewest, kElements, kRows>(launch, p, plan);
     if (plan.shape == kFewest && along_k) return run_simt<Fewest, kElements, kAlongK>(launch, p, plan);
     if (rows_a && rows_b) return run_simt<Narrow, kRows, kRows>(launch, p, plan);
@@ -106,7 +111,7 @@ void simt(
 void simt(Launch& launch, const View& like, const Product<double, double>& product, const Device& device) {
   using Shape = Simt<double, 64, 64, 16, 8, 4, 3, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(50)};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, false);
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, AddUp::kLater);
   with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     const bool rows_b = has_vectors_along_rows(p.b, p.rows_b);
     if (rows_b) return run_simt<Shape, Reads::kElements, Reads::kRows>(launch, p, plan);
@@ -119,7 +124,7 @@ template <class T>
 void simt(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using Shape = Simt<float, 64, 128, 16, 8, 8, 2, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(100)};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, AddUp::kLater);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
   });
@@ -129,7 +134,7 @@ template <class T>
 void mma(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using M = Mma<T>;
   const TileModel shapes[] = {{M::kM, M::kN, M::kK, 4, 2, 2000.0 / sizeof(T), 8}};
-  const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, AddUp::kLater);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     launch(mma_kernel<T>, plan.tiling.count(), M::kThreads, 0, p, plan.tiling);
   });
@@ -152,7 +157,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   if (product.n % hopper::kStep != 0 || product.k % hopper::kStep != 0) {
     costs.processor /= kUnaligned, costs.cache /= kUnaligned;
   }
-  const Plan chosen = plan(shapes, costs, product.m, product.n, product.k, sizeof(T), device);
+  const Plan chosen = plan(shapes, costs, product.m, product.n, product.k, sizeof(T), device, AddUp::kInCluster);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
       constexpr decltype(&hopper::multiply<T, 0>) kRuns[] = {hopper::multiply<T, kTile>...};

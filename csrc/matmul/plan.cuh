@@ -54,12 +54,16 @@ inline int64_t clusters_at_a_time(int processors, int64_t size) {
                    : std::max<int64_t>((processors / kPart - 1) * (kPart / size) + kOfLast / size, 1);
 }
 
+// Where the sums of parts of k are added up: in another launch, in a cluster if it takes them, or where it takes less
+// time.
+enum class AddUp { kLater, kInCluster, kEither };
+
 // The tiles and splits that should take the least time. Splitting k fills a device that there are too few tiles for,
 // and costs the time to add up the sums: of few parts in a cluster, of many by another pass over them.
 template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
-    const Device& device, bool clusters = true) {
+    const Device& device, AddUp add_up) {
   constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64;
   constexpr double kBytesOfDevice = 4000;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
@@ -75,26 +79,32 @@ Plan plan(
       const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;
       if (splits > 1 && (!deep || tiles * splits > most)) break;
       if (ceil_div(tiling.steps, steps) != splits) continue;
-      const bool in_cluster =
-          clusters && device.has_clusters() && shape.processors == 1 && splits > 1 && splits <= kMostInCluster;
-      double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
-      if (in_cluster) {
-        const int64_t at_a_time = clusters_at_a_time(device.processors, splits) * shape.blocks;
-        turns = std::max(turns, std::floor((tiles - 1) / at_a_time) * shape.blocks + 1);
-      }
-      const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
-      const double step = std::max(shape.m * shape.n * shape.k / shape.rate, read / costs.processor) / busy;
-      double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
-      time = std::max(time + std::ceil(turns / shape.blocks) * costs.block, at_least);
-      if (in_cluster) {
-        const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
-        time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
-      } else if (splits > 1) {
-        time += costs.pass + (8.0 * splits + bytes) * m * n / costs.sums;
-      }
-      if (time < best.nanoseconds) {
-        tiling.steps_per_split = steps;
-        best = {static_cast<int>(s), tiling, time, in_cluster};
+      const bool fits_cluster = add_up != AddUp::kLater && device.has_clusters() && shape.processors == 1 &&
+                                splits > 1 && splits <= kMostInCluster;
+      for (const bool in_cluster : {true, false}) {
+        if (in_cluster ? !fits_cluster : fits_cluster && add_up == AddUp::kInCluster) continue;
+        double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
+        if (in_cluster) {
+          // Those behind the first lie as close as they can, so that multiprocessors share their time again.
+          const int64_t at_a_time = clusters_at_a_time(device.processors, splits), count = static_cast<int64_t>(tiles);
+          const int64_t whole = (count - 1) / (at_a_time * shape.blocks);
+          const int64_t last = whole > 0 ? ceil_div(count - whole * at_a_time * shape.blocks, at_a_time) : 1;
+          turns = std::max(turns, static_cast<double>(whole * shape.blocks + last));
+        }
+        const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
+        const double step = std::max(shape.m * shape.n * shape.k / shape.rate, read / costs.processor) / busy;
+        double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
+        time = std::max(time + std::ceil(turns / shape.blocks) * costs.block, at_least);
+        if (in_cluster) {
+          const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
+          time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
+        } else if (splits > 1) {
+          time += costs.pass + (8.0 * splits + bytes) * m * n / costs.sums;
+        }
+        if (time < best.nanoseconds) {
+          tiling.steps_per_split = steps;
+          best = {static_cast<int>(s), tiling, time, in_cluster};
+        }
       }
     }
   }
