@@ -153,7 +153,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   product.b = readable(launch, like, device, product.b, product.n, product.k, memory_b);
   // Of rows that begin within a line of the cache, more is read. By the sizes alone, as the parts of k follow from it.
   constexpr double kUnaligned = 2.12;
-  Costs costs{1802, 422, 10687, 1756, 2985, 0, 236, 482};
+  Costs costs{1802, 422, 10687, 3500, 2985, 1000, 236, 482};
   if (product.n % hopper::kStep != 0 || product.k % hopper::kStep != 0) {
     costs.processor /= kUnaligned, costs.cache /= kUnaligned;
   }

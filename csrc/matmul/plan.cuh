@@ -85,10 +85,10 @@ Plan plan(
         if (in_cluster ? !fits_cluster : fits_cluster && add_up == AddUp::kInCluster) continue;
         double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
         if (in_cluster) {
-          // Those behind the first lie as close as they can, so that multiprocessors share their time again.
+          // Those that find no free multiprocessors share some.
           const int64_t at_a_time = clusters_at_a_time(device.processors, splits), count = static_cast<int64_t>(tiles);
           const int64_t whole = (count - 1) / (at_a_time * shape.blocks);
-          const int64_t last = whole > 0 ? ceil_div(count - whole * at_a_time * shape.blocks, at_a_time) : 1;
+          const int64_t last = ceil_div(count - whole * at_a_time * shape.blocks, at_a_time);
           turns = std::max(turns, static_cast<double>(whole * shape.blocks + last));
         }
         const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);

@@ -208,7 +208,7 @@ inline Plan plan_split(int64_t m, int64_t n, int64_t k, const Device& device) {
   constexpr TileModel kModels[] = {
       {256, 128, kStep, 4, 1, 1121, 4, Split<2>::kCluster}, {128, 128, kStep, 4, 1, 577, 4}};
   constexpr Costs kCosts{1745, 228, 3986, 1369, 2544, 3205, 247};
-  constexpr double kStart = 4432, kBytesOfDevice = 2925;
+  constexpr double kStart = 7400, kBytesOfDevice = 2925;
   Plan chosen = plan(kModels, kCosts, m, n, k, kBytesOfParts, device, AddUp::kInCluster);
   chosen.nanoseconds += kStart + static_cast<double>(m + n) * k * (sizeof(float) + kBytesOfParts) / kBytesOfDevice;
   return chosen;
