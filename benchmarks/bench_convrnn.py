@@ -115,6 +115,6 @@ def cases(device: str) -> Iterator[Case]:
         yield from both(
             device, torch.float32, (batch, steps, width), x=steps, axis=f"steps of ({batch}, T, {width})", draw="time"
         )
-    yield next(both(device, torch.float32, on_curve, taps=31))
+    yield from both(device, torch.float32, on_curve, taps=31)
     # In bfloat16 the loop's sums over time are too far off to be compared.
     yield next(both(device, torch.bfloat16, on_curve))

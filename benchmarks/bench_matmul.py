@@ -19,7 +19,15 @@ OTHERS: dict[str, dict[torch.dtype, tuple[int, ...]]] = {
     "cuda": {torch.float16: (4096, 8192), torch.float64: (2048,)},
 }
 # (M, K, N) that are hard to cut into tiles: there are few, or they are narrow, or sums are long.
-SHAPES = ((1000, 1000, 1000), (128, 4096, 4096), (100_000, 64, 64), (512, 32_768, 512), (64, 100_000, 64))
+SHAPES = (
+    (1000, 1000, 1000),
+    (64, 2048, 2048),
+    (128, 8192, 1024),
+    (128, 4096, 4096),
+    (100_000, 64, 64),
+    (512, 32_768, 512),
+    (64, 100_000, 64),
+)
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 
 
