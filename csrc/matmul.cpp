@@ -140,11 +140,12 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
   constexpr int kLanes = Blocking<V, kBytes>::kLanes, kBlocks = (kStrip + kLanes - 1) / kLanes;
   if (from.inner == 1 && rows == kStrip) {
     for (; done + kLanes <= whole; done += kLanes) {
-      Vector<V, kBytes> blocks[kBlocks][kLanes] = {};
+      Vector<V, kBytes> blocks[kBlocks][kLanes];
+      for (int i = kStrip; i < kBlocks * kLanes; ++i) blocks[i / kLanes][i % kLanes] = Vector<V, kBytes>{};
       for (int i = 0; i < kStrip; ++i) {
         const T* row = from.data + i * from.outer + done * kTerms;
         __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
-        Packed::row(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]), kLanes);
+        Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
       }
       for (auto& block : blocks) transpose<1>(block, std::make_integer_sequence<int, kLanes>());
       // In the order of the addresses: what is written behind a row is overwritten by the next.
@@ -164,20 +165,36 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
   }
 }
 
+// What a tile does to c: the sums take its place, are added to it, or begin with it.
+enum class Into { kEmpty, kAdd, kGoOn };
+
 // A tile of c, in registers: rows of a strip of a, kStrip apart, with those of a strip of b, b_step apart.
 template <class V, int kBytes, int kRows, class P>
 void multiply_tile(
-    int64_t depth, const P* a, const P* b, int64_t b_step, bool add, V* c, int64_t c_step, int64_t rows,
+    int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
     int64_t columns) {
   using B = Blocking<V, kBytes>;
   using Lanes = Vector<V, kBytes>;
   using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+  const bool add = into == Into::kAdd, whole = rows == kRows && columns == B::kColumns;
   for (int64_t i = 0; add && i < rows; ++i) {  // Else the sums in c are waited for at the end.
     for (int64_t j = 0; j < columns; j += 64 / sizeof(V)) __builtin_prefetch(c + i * c_step + j, 1);
   }
+  V edge[kRows][B::kColumns];
+  V* to = whole ? c : edge[0];
+  const int64_t step = whole ? c_step : B::kColumns;
   Lanes sums[kRows][2];
   if constexpr (std::is_same_v<P, V>) {
-    std::memset(sums, 0, sizeof(sums));
+    if (into == Into::kGoOn) {
+      for (int64_t i = 0; !whole && i < rows; ++i) std::copy_n(c + i * c_step, columns, edge[i]);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const auto* row = reinterpret_cast<const Anywhere*>(to + i * step);
+        sums[i][0] = row[0], sums[i][1] = row[1];
+      }
+    } else {
+      std::memset(sums, 0, sizeof(sums));
+    }
     for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
       const Lanes left = reinterpret_cast<const Anywhere*>(b)[0], right = reinterpret_cast<const Anywhere*>(b)[1];
 #pragma GCC unroll 16
@@ -189,10 +206,6 @@ void multiply_tile(
   } else {
     add_pairs<kRows, B::kRows>(depth, a, b, reinterpret_cast<float*>(sums));
   }
-  const bool whole = rows == kRows && columns == B::kColumns;
-  V edge[kRows][B::kColumns];
-  V* to = whole ? c : edge[0];
-  const int64_t step = whole ? c_step : B::kColumns;
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
     auto* row = reinterpret_cast<Anywhere*>(to + i * step);
@@ -205,6 +218,94 @@ void multiply_tile(
   }
 }
 
+// The same for a strip of a of as many rows as there are.
+template <class V, int kBytes, class P>
+void multiply_strip(
+    int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
+    int64_t columns) {
+  constexpr int kRows = Blocking<P, kBytes>::kRows;
+  if (rows == 1) {
+    multiply_tile<V, kBytes, 1>(depth, a, b, b_step, into, c, c_step, rows, columns);
+  } else if (rows <= kRows / 2) {
+    multiply_tile<V, kBytes, kRows / 2>(depth, a, b, b_step, into, c, c_step, rows, columns);
+  } else {
+    multiply_tile<V, kBytes, kRows>(depth, a, b, b_step, into, c, c_step, rows, columns);
+  }
+}
+
+constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
+
+// Whether a has few rows, so that reading b takes the most time, and is small enough to be packed as a whole.
+template <class V, int kBytes>
+bool is_few(int64_t m, int64_t k) {
+  constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20;
+  return m <= 4 * kRows && k <= kMostElements / (4 * kRows);
+}
+
+// c = a * b for few rows, in one thread: b is read along its rows or columns, as far as they go, since what lies in
+// other pages of memory is waited for. `packed_a` has room for all of a, `sums` for m rows of kFewColumns.
+template <int kBytes, class V>
+void multiply_few(
+    const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
+    V* packed_b, V* sums) {
+  using B = Blocking<V, kBytes>;
+  const int64_t strips = (m + B::kRows - 1) / B::kRows;
+  const auto rows_from = [&](int64_t i) { return std::min<int64_t>(B::kRows, m - i * B::kRows); };
+  for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
+    const int64_t depth = std::min(B::kDepth, k - p0);
+    for (int64_t i = 0; i < strips; ++i) {
+      const Factor<V> strip{a.data + i * B::kRows * a.outer + p0 * a.inner, a.outer, a.inner};
+      pack_strip<B::kRows, kBytes>(strip, rows_from(i), depth, packed_a + (p0 * strips + i * depth) * B::kRows);
+    }
+  }
+  const auto multiply = [&](int64_t p0, int64_t from, int64_t to, const V* rows_of_b, int64_t b_step, Into into,
+                            V* into_c, int64_t step, int64_t columns) {
+    const int64_t depth = std::min(B::kDepth, k - p0);
+    for (int64_t i = 0; i < strips; ++i) {
+      const V* rows = packed_a + (p0 * strips + i * depth + from) * B::kRows;
+      multiply_strip<V, kBytes>(
+          to - from, rows, rows_of_b, b_step, into, into_c + i * B::kRows * step, step, rows_from(i), columns);
+    }
+  };
+  const auto strip_of_b = [&](int64_t p, int64_t j) {
+    return Factor<V>{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
+  };
+  if (b.outer != 1) {
+    for (int64_t j = 0; j < n; j += B::kColumns) {
+      const int64_t columns = std::min<int64_t>(B::kColumns, n - j);
+      for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
+        const int64_t depth = std::min(B::kDepth, k - p0);
+        pack_strip<B::kColumns, kBytes>(strip_of_b(p0, j), columns, depth, packed_b);
+        multiply(p0, 0, depth, packed_b, B::kColumns, p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step, columns);
+      }
+    }
+    return;
+  }
+  for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
+    const int64_t width = std::min(kFewColumns, n - j0);
+    for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
+      const int64_t depth = std::min(B::kDepth, k - p0);
+      V* const to = p0 == 0 ? c + j0 : sums;
+      const int64_t step = p0 == 0 ? c_step : width;
+      for (int64_t p = 0; p < depth; p += kSlice) {
+        const int64_t slice = std::min(kSlice, depth - p);
+        for (int64_t j = 0; j < width; j += B::kColumns) {
+          const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
+          const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
+          const bool in_place = columns == B::kColumns;
+          if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
+          multiply(
+              p0, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
+              p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns);
+        }
+      }
+      for (int64_t i = 0; p0 > 0 && i < m; ++i) {
+        for (int64_t j = 0; j < width; ++j) c[i * c_step + j0 + j] = sums[i * width + j] + c[i * c_step + j0 + j];
+      }
+    }
+  }
+}
+
 // c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero.
 template <int kBytes, class T, class P, class V>
 bool multiply(
@@ -213,9 +314,9 @@ bool multiply(
   using B = Blocking<P, kBytes>;
   constexpr int kTerms = Packing<T, P>::kTerms;
   bool right = true;
-  // A strip of b that few rows of a meet is read where it lies, if it lies in order.
-  const bool in_place = std::is_same_v<T, P> && b.outer == 1 && m <= 4 * B::kRows;
   const int64_t most_width = part_of(n, B::kWidth, B::kColumns), most_height = part_of(m, B::kHeight, B::kRows);
+  // Of rows of b, what several strips take is read at once.
+  const int64_t at_once = (b.outer == 1 ? 8 : 1) * B::kColumns, slice = b.outer == 1 ? kSlice * kTerms : k;
   for (int64_t j0 = 0; j0 < n; j0 += most_width) {
     const int64_t width = std::min(most_width, n - j0);
     for (int64_t p0 = 0; p0 < k; p0 += B::kDepth * kTerms) {
@@ -228,33 +329,25 @@ bool multiply(
           if constexpr (kTerms > 1) right = right && !has_subnormal(packed_a + i * depth, B::kRows * depth);
         }
         for (int64_t j = 0; j < width; j += B::kColumns) {
-          const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
-          const Factor<T> strip{b.data + (j0 + j) * b.outer + p0 * b.inner, b.outer, b.inner};
-          // One block of a is done with a strip before the next is packed, which then goes where that was.
-          P* const packed = m > most_height ? packed_b + j * depth : packed_b;
-          const P* rows_of_b = packed;
-          int64_t b_step = B::kColumns;
-          if (in_place && columns == B::kColumns) {
-            rows_of_b = reinterpret_cast<const P*>(strip.data);
-            b_step = strip.inner;
-          } else if (i0 == 0) {
-            pack_strip<B::kColumns, kBytes>(strip, columns, terms, packed);
-            if constexpr (kTerms > 1) right = right && !has_subnormal(packed, B::kColumns * depth);
-          }
-          for (int64_t i = 0; i < height; i += B::kRows) {
-            const int64_t rows = std::min<int64_t>(B::kRows, height - i);
-            auto tile = [&]<int kRows>() {
-              multiply_tile<V, kBytes, kRows>(
-                  depth, packed_a + i * depth, rows_of_b, b_step, p0 != 0, c + (i0 + i) * c_step + j0 + j, c_step, rows,
-                  columns);
-            };
-            if (rows == 1) {
-              tile.template operator()<1>();
-            } else if (rows <= B::kRows / 2) {
-              tile.template operator()<B::kRows / 2>();
-            } else {
-              tile.template operator()<B::kRows>();
+          // One block of a is done with strips before the next are packed, which then go where those were.
+          P* const packed = packed_b + (m > most_height ? j : j % at_once) * depth;
+          if (i0 == 0 && j % at_once == 0) {
+            const int64_t end = std::min(j + at_once, width);
+            for (int64_t p = 0; p < terms; p += slice) {
+              for (int64_t s = j; s < end; s += B::kColumns) {
+                const Factor<T> strip{b.data + (j0 + s) * b.outer + (p0 + p) * b.inner, b.outer, b.inner};
+                pack_strip<B::kColumns, kBytes>(
+                    strip, std::min<int64_t>(B::kColumns, end - s), std::min(slice, terms - p),
+                    packed + (s - j) * depth + p / kTerms * B::kColumns);
+              }
             }
+            if constexpr (kTerms > 1) right = right && !has_subnormal(packed, round_up(end - j, B::kColumns) * depth);
+          }
+          const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
+          for (int64_t i = 0; i < height; i += B::kRows) {
+            multiply_strip<V, kBytes>(
+                depth, packed_a + i * depth, packed, B::kColumns, p0 == 0 ? Into::kEmpty : Into::kAdd,
+                c + (i0 + i) * c_step + j0 + j, c_step, std::min<int64_t>(B::kRows, height - i), columns);
           }
         }
       }
@@ -275,6 +368,14 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
   const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
   if constexpr (kInPlace) {
+    if (is_few<V, kBytes>(m, k)) {
+      const int64_t of_all = height * k + kBehind, of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
+      const int64_t of_strip = B::kColumns * depth + kBehind;
+      Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));
+      V *const packed_a = scratch.take<V>(of_all), *const packed_b = scratch.take<V>(of_strip);
+      multiply_few<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b, scratch.take<V>(of_sums));
+      return true;
+    }
     Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b));
     P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
     return multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);

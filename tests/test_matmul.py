@@ -26,6 +26,8 @@ SHAPES = [
     (65, 129, 33),
     (1, 300, 67),
     (131, 17, 2),
+    (9, 300, 2070),  # On the CPU, few rows, in two parts along n and k.
+    (60, 300, 150),  # On the CPU, more rows, and several strips of b at once.
 ]
 
 

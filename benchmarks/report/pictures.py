@@ -183,9 +183,8 @@ def scale(axes: Axes, records: Records, highest: float) -> None:
     axes.xaxis.set_major_locator(ticker.FixedLocator(apart(places)))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(power_of_two if binary else count))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.text(
-        1.09, -0.15, records[0]["axis"], transform=axes.transAxes, va="center", color=axes.xaxis.label.get_color()
-    )
+    label = records[0]["axis"].replace(" of ", "\nof ")  # On one line it is wider than what is left.
+    axes.text(1.09, -0.15, label, transform=axes.transAxes, va="center", color=axes.xaxis.label.get_color())
     draw = records[0]["draw"]
     if draw == "time":
         axes.set_yscale("log")

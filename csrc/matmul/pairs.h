@@ -18,14 +18,20 @@ struct Packing {
   static constexpr int kTerms = 1;
   static V one(const T* at, int64_t) { return load(*at); }
   static V last(const T* at) { return load(*at); }
-  static void row(const T* from, V* to, int64_t n) { load(from, to, n); }
+  template <int kCount>
+  static void row(const T* from, V* to) {
+    read(from, 1, to, kCount);
+  }
 };
 template <>
 struct Packing<bfloat16, Pair> {
   static constexpr int kTerms = 2;
   static Pair one(const bfloat16* at, int64_t next) { return at->bits | static_cast<Pair>(at[next].bits) << 16; }
   static Pair last(const bfloat16* at) { return at->bits; }  // of an odd number
-  static void row(const bfloat16* from, Pair* to, int64_t n) { std::memcpy(to, from, n * sizeof(Pair)); }
+  template <int kCount>
+  static void row(const bfloat16* from, Pair* to) {
+    std::memcpy(to, from, kCount * sizeof(Pair));
+  }
 };
 
 // Whether an element of `n` pairs is subnormal, which the instruction takes for zero.
