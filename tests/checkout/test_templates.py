@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
@@ -623,8 +624,10 @@ def test_a_call_takes_no_more_than_of_our_own(library, shape):
     made = declared(library, shape)
     if shape == "in-place":
         assert instructions(made) == instructions(as_if_it_wrote(my_op))
-    elif shape == "row-wise":  # Two tensors and a number with a default, which takes no instruction.
-        assert instructions(made) == instructions(mymuladd)
+    elif shape == "row-wise":  # Two tensors and a number with a default: a test for it, and a call that leaves it out.
+        more = Counter(instructions(made))
+        more.subtract(instructions(mymuladd))
+        assert min(more.values()) == 0 and more["IS_OP"] == 1 and sum(more.values()) <= 12
     elif shape == "reduce":  # One tensor.
         assert instructions(made) == instructions(add_one)
     elif shape == "recurrence":  # Four tensors, where mymul has two.
