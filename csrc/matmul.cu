@@ -84,7 +84,13 @@ Plan plan_simt(const Product<float, float>& product, const Device& device) {
   constexpr TileModel kModels[] = {
       simt_model<Wide>(178), simt_model<Narrow>(170), simt_model<Few>(150), simt_model<Fewest>(118),
       simt_model<Small>(155)};
-  return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, AddUp::kLater);
+  constexpr double kStart = 2500, kBytesOfDevice = 4000;
+  constexpr int64_t kFewSteps = 8;
+  Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, AddUp::kLater);
+  chosen.nanoseconds += kStart;
+  // Tiles of few steps read, multiply and store one after the other.
+  if (chosen.tiling.steps_per_split <= kFewSteps) chosen.nanoseconds += product.bytes() / kBytesOfDevice;
+  return chosen;
 }
 
 void simt(
@@ -185,23 +191,13 @@ bool fits_split(int64_t m, int64_t n, int64_t k) {
 void make_vectors(
     Launch& launch, const View& like, Factor<float>& factor, int64_t& rows, bool along_k, int64_t k, int64_t other_rows,
     std::optional<Tensor>& memory) {
-  constexpr int64_t kVec = 4, kFewRows = 64, kWorthACopy = 1024;
+  constexpr int64_t kFewRows = 64, kWorthACopy = 1024;
   constexpr double kLeastWork = 512.0 * 512 * 1024;
   const bool worth =
       rows >= kFewRows && other_rows >= kWorthACopy && static_cast<double>(rows) * other_rows * k >= kLeastWork;
   if (!worth || (along_k ? has_vectors_along_k(factor, k) : has_vectors_along_rows(factor, rows))) return;
-  const Factor<float> along_rows{factor.data, factor.inner, factor.outer};
-  const int64_t inner = along_k ? k : rows, outer = along_k ? rows : k, stride = ceil_div(inner, kVec) * kVec;
-  memory = scratch(like, outer * stride * static_cast<int64_t>(sizeof(float)));
-  float* to = static_cast<float*>(memory->mutable_data_ptr());
-  launch(
-      transpose_kernel, ceil_div(inner, kSquare) * ceil_div(outer, kSquare), kCopyThreads, 0,
-      along_k ? along_rows : factor, inner, outer, stride, to);
-  if (along_k) {
-    factor = {to, stride, 1};
-  } else {
-    factor = {to, 1, stride}, rows = stride;
-  }
+  factor = copied(launch, like, factor, rows, k, along_k, memory);
+  if (!along_k) rows = factor.inner;
 }
 
 template <class T>
@@ -210,7 +206,7 @@ void run(Launch& launch, const View& like, Product<T, float> product, const Devi
     const bool tf32 = allow_tf32 && has_mma<float>(device.architecture);
     const Plan of_simt = plan_simt(product, device);
     if (!tf32 && device.hopper && fits_split(product.m, product.n, product.k)) {
-      const Plan of_split = hopper::plan_split(product.m, product.n, product.k, device);
+      const Plan of_split = hopper::plan_split(product, device);
       if (of_split.nanoseconds < of_simt.nanoseconds) return hopper::multiply_split(launch, like, product, device);
     }
     std::optional<Tensor> memory_a, memory_b;  // Until the product is launched.
@@ -250,10 +246,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   const bool of_hopper = sizeof(T) == 2 && device.hopper && fits_wgmma(product.m, product.n, product.k);
   const int64_t few_rows = of_hopper ? 1 : 64;
   if (product.n <= few_rows && product.m > product.n) {
-    std::swap(product.a, product.b);
-    std::swap(product.m, product.n);
-    std::swap(product.rows_a, product.rows_b);
-    std::swap(product.c_outer, product.c_inner);
+    product = product.swapped();
   }
   // The stride of a dimension of size 1 means nothing, and would look as if rows were not aligned.
   auto normalise = [&](Factor<T>& factor, int64_t rows) {

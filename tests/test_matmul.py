@@ -1,5 +1,6 @@
 """matmul: the contract, and what is particular to it."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -356,9 +357,10 @@ class TestCuda:
         assert same_bits(compiled(a, b), extension_cpp.matmul(a, b))
         compare(a, b)
 
-    def test_float32_in_parts(self):
+    @pytest.mark.parametrize(("m", "n"), ((1024, 1030), (100, 4096), (4096, 64)))
+    def test_float32_in_parts(self, m, n):
         """NaN, infinities and the largest numbers, of which parts in bfloat16 are infinite or NaN, in every position."""
-        a, b = factors("cuda", torch.float32, 1024, 1000, 1030)
+        a, b = factors("cuda", torch.float32, m, 1000, n)
         a[3, 5], a[10, 39], b[7, 60] = float("nan"), float("inf"), float("-inf")
         a[12], b[0], b[0, 5], b[1, 9] = 0, 0.5, 0, 0
         a[12, 0] = torch.finfo(torch.float32).max
@@ -368,6 +370,15 @@ class TestCuda:
         assert torch.equal(got[12, :60].double(), want[12, :60])
         for x in views(a):
             assert torch.equal(extension_cpp.matmul(x, b).nan_to_num(), got.nan_to_num())
+
+    def test_float32_in_parts_of_any_layout(self):
+        """With few rows, few columns, many of both, and sizes of no tile; with and without parts of k, in clusters too."""
+        for sizes in ((128, 1000, 4096), (4096, 520, 100), (60, 4096, 1000), (300, 20_000, 200), (1030, 257, 515)):
+            a, b = factors("cuda", torch.float32, *sizes)
+            compare(a, b)
+            want = extension_cpp.matmul(a, b)
+            for x, y in itertools.product([a, *views(a)], [b, *views(b)]):
+                assert same_bits(extension_cpp.matmul(x, y), want), f"{sizes}: {x.stride()} and {y.stride()}"
 
     def test_float32_is_as_exact(self):
         """Of positive numbers, whose rounding errors add up where sums are cut off, and of wide ranges."""

@@ -131,4 +131,19 @@ static __global__ void transpose_kernel(Factor<float> factor, int64_t rows, int6
   }
 }
 
+// A copy, which `memory` holds, that lies along k or along rows, in whole vectors.
+inline Factor<float> copied(
+    Launch& launch, const View& like, const Factor<float>& factor, int64_t rows, int64_t k, bool along_k,
+    std::optional<Tensor>& memory) {
+  constexpr int64_t kVec = 4;
+  const Factor<float> along_rows{factor.data, factor.inner, factor.outer};
+  const int64_t inner = along_k ? k : rows, outer = along_k ? rows : k, stride = ceil_div(inner, kVec) * kVec;
+  memory = scratch(like, outer * stride * static_cast<int64_t>(sizeof(float)));
+  float* to = static_cast<float*>(memory->mutable_data_ptr());
+  launch(
+      transpose_kernel, ceil_div(inner, kSquare) * ceil_div(outer, kSquare), kCopyThreads, 0,
+      along_k ? along_rows : factor, inner, outer, stride, to);
+  return along_k ? Factor<float>{to, stride, 1} : Factor<float>{to, 1, stride};
+}
+
 }  // namespace extension_cpp::matmul

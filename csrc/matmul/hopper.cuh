@@ -428,29 +428,33 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// A map of a factor, of boxes of `box_rows` rows; where it is transposed, of 64, or if `whole`, of box_rows / 64
-// times 64.
+// A map of a factor, of boxes of `box_rows` rows over `depth` of k; where it is transposed, of 128 bytes of rows, or if
+// `whole`, of box_rows / 64 times that.
 template <class T>
-bool encode(const Factor<T>& factor, Layout layout, int64_t rows, int64_t k, int box_rows, CUtensorMap* map) {
+bool encode(
+    const Factor<T>& factor, Layout layout, int64_t rows, int64_t k, int box_rows, CUtensorMap* map,
+    int depth = kStep) {
   const auto stride = static_cast<cuuint64_t>((layout.transposed ? factor.inner : factor.outer) * sizeof(T));
   cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), 1}, strides[2] = {stride, stride};
-  cuuint32_t box[3] = {kStep, static_cast<cuuint32_t>(box_rows), 1};
+  cuuint32_t box[3] = {static_cast<cuuint32_t>(depth), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   if (layout.transposed) {
     std::swap(sizes[0], sizes[1]);
-    box[0] = 64, box[1] = kStep;
+    box[0] = kRow / sizeof(T), box[1] = static_cast<cuuint32_t>(depth);
   }
   if (layout.whole) {
     sizes[0] = 64, sizes[2] = static_cast<cuuint64_t>(rows / 64), strides[1] = 64 * sizeof(T);
     box[2] = static_cast<cuuint32_t>(box_rows / 64);
   }
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type = std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                    : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto function = tensor_map_encoder();
   return function != nullptr &&
          function(
              map, type, 3, const_cast<T*>(factor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+             box[0] * sizeof(T) == kRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // As many stages as fit where so many blocks are on a multiprocessor, and as there are steps; and at least as much
@@ -497,8 +501,9 @@ inline bool has_code() {
 template <class T>
 bool reads(const Factor<T>& factor, int64_t rows, int64_t k) {
   if (reinterpret_cast<uintptr_t>(factor.data) % 16 != 0) return false;
+  constexpr int64_t kVec = 16 / sizeof(T);
   auto is_stride = [](int64_t stride, int64_t size) {
-    return stride % 8 == 0 && stride >= size && stride < (1ll << 38);
+    return stride % kVec == 0 && stride >= size && stride < (1ll << 38);
   };
   return factor.inner == 1 ? is_stride(factor.outer, k) : factor.outer == 1 && is_stride(factor.inner, rows);
 }

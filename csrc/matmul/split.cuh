@@ -1,11 +1,15 @@
 // The product of float32 on Hopper's tensor cores, as exact as by fused multiply-adds: an element is a sum of three
 // bfloat16s, which hold its 24 bits, and a product of two elements one of six products of those.
 //
-// Two numbers: a tile of 128 by 128 takes 6 * 32,768 operations of bfloat16 and 1,536 bytes a step of k.
+// Two numbers: a tile of 128 by 128 takes 6 * 32,768 operations of bfloat16 and 1,280 bytes a step of k.
+//
+// The factor with fewer rows is split before, as all tiles read it. The other, `rows`, is split on the way: threads
+// read float32 from shared memory and hold the parts in registers, where wgmma takes them from, so that a product of
+// few rows by a large matrix reads that once, and takes little longer.
 //
 // With a = a0 + a1 + a2, where a1 is at most 2^-8 of a and a2 2^-16, what is left out, as a1 * b2, is at most 2^-25 of
 // a * b: less than rounding a product takes. Tensor cores cut sums off where fused multiply-adds round them; so that
-// this doesn't add up, they sum over 64 of k, the smallest products first, and ordinary additions do the rest.
+// this doesn't add up, they sum over 32 of k, the smallest products first, and ordinary additions do the rest.
 #pragma once
 
 #include "copies.cuh"
@@ -19,20 +23,18 @@ struct Parts {
   int64_t rows, k, stride;
   __nv_bfloat16* to;
 
-  static constexpr int kRows = 32, kColumns = 64;
+  static constexpr int kCount = 3, kRows = 32, kColumns = 64;
   __host__ __device__ int64_t blocks() const { return ceil_div(rows, kRows) * ceil_div(k, kColumns); }
 };
 
-static __global__ void __launch_bounds__(kCopyThreads) split_kernel(Parts a, Parts b) {
+static __global__ void __launch_bounds__(kCopyThreads) split_kernel(Parts parts) {
   __shared__ float square[Parts::kRows][Parts::kColumns + 1];
-  const int64_t blocks_a = a.blocks();
-  const bool is_a = blockIdx.x < blocks_a;
-  const Parts parts = is_a ? a : b;
-  const int64_t block = is_a ? blockIdx.x : blockIdx.x - blocks_a, across = ceil_div(parts.k, Parts::kColumns);
-  const int64_t first_row = block / across * Parts::kRows, first_k = block % across * Parts::kColumns;
+  const int64_t across = ceil_div(parts.k, Parts::kColumns);
+  const int64_t first_row = blockIdx.x / across * Parts::kRows, first_k = blockIdx.x % across * Parts::kColumns;
   const bool along_k = parts.from.inner <= parts.from.outer;
   const int row = threadIdx.x / 8, k = threadIdx.x % 8 * 8;
   float left[8];
+  start_kernel_behind();
   // What a thread takes on lies there in vectors, or else comes by shared memory.
   const bool vectors = parts.from.inner == 1 && parts.from.outer % 4 == 0 && parts.k % 8 == 0 &&
                        reinterpret_cast<uintptr_t>(parts.from.data) % 16 == 0;
@@ -58,7 +60,7 @@ static __global__ void __launch_bounds__(kCopyThreads) split_kernel(Parts a, Par
     for (int e = 0; e < 8; ++e) left[e] = square[row][k + e];
   }
 #pragma unroll
-  for (int p = 0; p < 3; ++p) {
+  for (int p = 0; p < Parts::kCount; ++p) {
     __nv_bfloat16* to = parts.to + (p * parts.rows + first_row + row) * parts.stride + first_k + k;
     store_vector<__nv_bfloat16, 8>(to, left);
 #pragma unroll
@@ -68,93 +70,185 @@ static __global__ void __launch_bounds__(kCopyThreads) split_kernel(Parts a, Par
 
 namespace hopper {
 
-template <int kCluster_>
+// A tile of 128 rows, of which a warp splits 16, by kN of the other factor. A step is a row of 128 bytes of float32,
+// and one of 64 of parts.
+template <int kN_>
 struct Split {
-  using T = __nv_bfloat16;
-  static constexpr int kM = 128, kN = 128, kCluster = kCluster_, kConsumers = 2, kStages = 2, kParts = 3;
+  static constexpr int kM = 128, kN = kN_, kK = 32, kCluster = 1, kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kParts * (kBytesA + kBytesB);
+  static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow / 2;
+  static constexpr int kStageBytes = kBytesA + Parts::kCount * kBytesB, kStages = kSharedBytes / kStageBytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <class H>
 __device__ __forceinline__ void fill_parts(
-    const CUtensorMap& map_a, const CUtensorMap& map_b, const Product<float, float>& product, const Role<H>& role) {
-  constexpr int kShare = H::kN / H::kCluster;
+    const CUtensorMap& map_rows, bool transposed, const CUtensorMap& map_parts, int rows_of_part, const Role<H>& role) {
   const Stages& stages = role.stages;
   Tiles<H> tiles = role.tiles;
   Turn turn{stages.memory};
-  const int from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
+  bool first = true;
   do {
-    int k = tiles.begin * kStep;
-    for (int count = tiles.steps; count > 0; --count, k += kStep, turn.next()) {
+    int k = tiles.begin * H::kK;
+    for (int count = tiles.steps; count > 0; --count, k += H::kK, turn.next()) {
       const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
       wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
       expect_bytes(barrier, H::kStageBytes);
+      if (transposed) {
 #pragma unroll
-      for (int p = 0; p < H::kParts; ++p) {
-        copy_box<false>(stage + p * H::kBytesA, map_a, k, p * static_cast<int>(product.m) + tiles.row, 0, barrier);
-        copy_box<H::kCluster == 2>(
-            stage + H::kParts * H::kBytesA + p * H::kBytesB + from * kRow, map_b, k,
-            p * static_cast<int>(product.n) + tiles.column + from, 0, barrier);
+        for (int r = 0; r < H::kM; r += H::kK) {
+          copy_box<false>(stage + r * kRow, map_rows, tiles.row + r, k, 0, barrier);
+        }
+      } else {
+        copy_box<false>(stage, map_rows, k, tiles.row, 0, barrier);
+      }
+      if (first) wait_for_kernel_before(), first = false;  // Which makes the parts.
+#pragma unroll
+      for (int p = 0; p < Parts::kCount; ++p) {
+        copy_box<false>(stage + H::kBytesA + p * H::kBytesB, map_parts, k, p * rows_of_part + tiles.column, 0, barrier);
       }
     }
   } while (tiles.next());
 }
 
-// Of what a thread has stored of a group of columns.
-__device__ inline void restore_group(const Product<float, float>& product, int64_t row, int64_t column) {
-#pragma unroll 1
-  for (int e = 0; e < 4; ++e) restore_infinite(product, row + e / 2 * 8, column + e % 2);
+// The parts of 64 rows over 16 of k, as the threads of a warpgroup pass them to wgmma: a thread has two neighbouring
+// rows, and of each two times two neighbours along k, eight apart.
+using SplitRows = uint32_t[Parts::kCount][4];
+
+// Where a thread reads them in a stage: from a row of 128 bytes, and from the row behind, whose vectors of 16 bytes are
+// swizzled otherwise. Rows are along k, or if transposed, of a k.
+template <class H, bool kTransposed>
+struct PlaceInRows {
+  uint32_t own;
+
+  __device__ PlaceInRows() {
+    const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    if (kTransposed) {
+      own = warp / 2 * H::kK * kRow + 2 * q * kRow + ((warp % 2 * 4 + r / 2) ^ (2 * q)) * 16 + r % 2 * 8;
+    } else {
+      own = (warp * 16 + 2 * r) * kRow + ((q / 2) ^ (2 * r % 8)) * 16 + q % 2 * 8;
+    }
+  }
+
+  // Reads and splits what is at 16 * `i` along k.
+  __device__ __forceinline__ void split(uint32_t stage, int i, SplitRows& parts) const {
+    float2 pairs[2][2];  // of row `e`, from neighbour 8 * `half` along k on
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float2 read[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t at = stage + own + e * kRow;
+        if (kTransposed) {
+          read[e] = load_pair((at ^ (e * 16)) + (i * 16 + half * 8) * kRow);
+        } else {
+          read[e] = load_pair(at ^ (e * 16 + i * 64 + half * 32));
+        }
+      }
+      pairs[0][half] = kTransposed ? float2{read[0].x, read[1].x} : read[0];
+      pairs[1][half] = kTransposed ? float2{read[0].y, read[1].y} : read[1];
+    }
+#pragma unroll
+    for (int p = 0; p < Parts::kCount; ++p) {
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        float2& left = pairs[at % 2][at / 2];
+        const __nv_bfloat162 part = __floats2bfloat162_rn(left.x, left.y);
+        memcpy(&parts[p][at], &part, sizeof(part));
+        left.x -= __uint_as_float(parts[p][at] << 16), left.y -= __uint_as_float(parts[p][at] & 0xffff0000);
+      }
+    }
+  }
+};
+
+// A tile's sums, of so many steps. What is multiplied next is split meanwhile.
+template <class H, bool kTransposed>
+__device__ __forceinline__ void add_parts(float (&totals)[H::kN / 2], Turn& turn, int count, const Stages& stages) {
+  using OfStep = SplitRows[H::kK / 16];
+  const PlaceInRows<H, kTransposed> place;
+  const auto split = [&](OfStep& parts) {
+    wait_barrier(stages.full(turn.stage), turn.parity);
+#pragma unroll
+    for (int i = 0; i < H::kK / 16; ++i) place.split(stages.start + turn.stage * H::kStageBytes, i, parts[i]);
+  };
+  const auto step = [&](const OfStep& parts, OfStep& next) {
+    const int stage = turn.stage;
+    float sums[H::kN / 2];
+    pin(sums);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    constexpr int kOrder[6][2] = {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}};
+#pragma unroll
+    for (int o = 0; o < 6; ++o) {
+      const uint64_t b =
+          describe_rows_of_64(stages.start + stage * H::kStageBytes + H::kBytesA + kOrder[o][1] * H::kBytesB);
+#pragma unroll
+      for (int i = 0; i < H::kK / 16; ++i) {
+        multiply_add<H::kN>(sums, parts[i][kOrder[o][0]], b + i * kNext16<false>, o > 0 || i > 0);
+      }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    turn.next();
+    if (count > 1) split(next);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    pin(sums);
+    release<H>(stages, stage);
+#pragma unroll
+    for (int i = 0; i < H::kN / 2; ++i) totals[i] += sums[i];
+  };
+  OfStep even, odd;
+  split(even);
+  while (true) {
+    step(even, odd);
+    if (--count == 0) break;
+    step(odd, even);
+    if (--count == 0) break;
+  }
 }
 
 template <class H>
-__device__ __forceinline__ void consume_parts(const Product<float, float>& product, const Role<H>& role) {
-  const int warpgroup = threadIdx.x / kWarpgroup;
+__device__ __forceinline__ void consume_parts(
+    const Product<float, float>& product, bool flipped, bool transposed, const Role<H>& role) {
   const Stages& stages = role.stages;
   Tiles<H> tiles = role.tiles;
   Turn turn{stages.memory};
   do {
     float totals[H::kN / 2] = {};
-    for (int count = tiles.steps; count > 0; --count, turn.next()) {
-      float sums[H::kN / 2];
-      wait_barrier(stages.full(turn.stage), turn.parity);
-      const uint32_t stage = stages.start + turn.stage * H::kStageBytes;
-      pin(sums);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      constexpr int kOrder[6][2] = {{2, 0}, {1, 1}, {0, 2}, {1, 0}, {0, 1}, {0, 0}};
+    if (transposed) {
+      add_parts<H, true>(totals, turn, tiles.steps, stages);
+    } else {
+      add_parts<H, false>(totals, turn, tiles.steps, stages);
+    }
+    const int row = tiles.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 * 2;
+    const int column = tiles.column + threadIdx.x % 4 * 2;
+    const auto store_group = [&](int j, const float* sums, const auto& store) {
+      const float across[4] = {sums[0], sums[2], sums[1], sums[3]};
 #pragma unroll
-      for (int o = 0; o < 6; ++o) {
-        const uint64_t a = describe<false>(stage + kOrder[o][0] * H::kBytesA + warpgroup * 64 * kRow);
-        const uint64_t b = describe<false>(stage + H::kParts * H::kBytesA + kOrder[o][1] * H::kBytesB);
-#pragma unroll
-        for (int i = 0; i < kStep / 16; ++i) {
-          multiply_add<typename H::T, H::kN, false, false>(
-              sums, a + i * kNext16<false>, b + i * kNext16<false>, o > 0 || i > 0);
+      for (int e = 0; e < 2; ++e) {
+        if (flipped) {
+          store(column + j * 8 + e, row, across + e * 2);
+        } else {
+          store(row + e, column + j * 8, sums + e * 2);
         }
       }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      pin(sums);
-      release<H>(stages, turn.stage);
-#pragma unroll
-      for (int i = 0; i < H::kN / 2; ++i) totals[i] += sums[i];
-    }
-    const int64_t row = tiles.row + row_in_tile(), column = tiles.column + threadIdx.x % 4 * 2;
+    };
+    const auto restore_group = [&](int j) {
+#pragma unroll 1
+      for (int e = 0; e < 4; ++e) {
+        const int64_t r = row + e / 2, c = column + j * 8 + e % 2;
+        restore_infinite(product, flipped ? c : r, flipped ? r : c);
+      }
+    };
     if (role.split_in_cluster) {
       add_of_cluster<H>(totals, role.share(), stages, [&](int j, const float* added) {
-        store_group(product, row, tiles.column + j * 8, added);
-        restore_group(product, row, column + j * 8);
+        store_sums<2>(product, 0, [&](const auto& store) { store_group(j, added, store); });
+        restore_group(j);
       });
       continue;
     }
     store_sums<2>(product, tiles.split, [&](const auto& store) {
 #pragma unroll
-      for (int j = 0; j < H::kN / 8; ++j) {
-        store(row, column + j * 8, totals + j * 4);
-        store(row + 8, column + j * 8, totals + j * 4 + 2);
-      }
+      for (int j = 0; j < H::kN / 8; ++j) store_group(j, totals + j * 4, store);
     });
     if (product.partial != nullptr) continue;
     bool finite = true;
@@ -162,24 +256,28 @@ __device__ __forceinline__ void consume_parts(const Product<float, float>& produ
     for (int i = 0; i < H::kN / 2; ++i) finite = finite && isfinite(totals[i]);
     if (finite) continue;
 #pragma unroll 1
-    for (int j = 0; j < H::kN / 8; ++j) restore_group(product, row, column + j * 8);
+    for (int j = 0; j < H::kN / 8; ++j) restore_group(j);
   } while (tiles.next());
 }
 
 #endif
 
+// With `flipped`, the rows of b are those that are split on the way, and the result's columns.
 template <class H>
 __global__ void __launch_bounds__(H::kThreads, 1) split_product_kernel(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+    const __grid_constant__ CUtensorMap map_rows, const __grid_constant__ CUtensorMap map_parts,
     const __grid_constant__ Product<float, float> product, const __grid_constant__ Tiling tiling,
-    const __grid_constant__ Memory memory) {
+    const __grid_constant__ Memory memory, bool flipped, bool transposed) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
   const Role<H> role(shared, memory, tiling, product.partial != nullptr);
   if (role.computes()) {
-    consume_parts<H>(product, role);
-  } else if (role.copies()) {
-    fill_parts<H>(map_a, map_b, product, role);
+    take_registers<232>();
+    consume_parts<H>(product, flipped, transposed, role);
+  } else {
+    leave_registers<40>();
+    const int rows_of_part = static_cast<int>(flipped ? product.m : product.n);
+    if (role.copies()) fill_parts<H>(map_rows, transposed, map_parts, rows_of_part, role);
   }
   role.end();
 #endif
@@ -187,55 +285,79 @@ __global__ void __launch_bounds__(H::kThreads, 1) split_product_kernel(
 
 template <class H>
 void run_split(
-    Launch& launch, const Product<float, float>& product, const Tiling& tiling, const Factor<__nv_bfloat16>& parts_a,
-    const Factor<__nv_bfloat16>& parts_b, int processors) {
-  CUtensorMap map_a, map_b;
-  if (!encode(parts_a, {}, 3 * product.m, product.k, H::kM, &map_a) ||
-      !encode(parts_b, {}, 3 * product.n, product.k, H::kN / H::kCluster, &map_b)) {
+    Launch& launch, const Product<float, float>& product, bool flipped, const Tiling& tiling, const Factor<float>& rows,
+    const Factor<__nv_bfloat16>& parts, int processors) {
+  const Layout layout{rows.inner != 1, false};
+  CUtensorMap map_rows, map_parts;
+  const int64_t count = flipped ? product.n : product.m, others = flipped ? product.m : product.n;
+  if (!encode(rows, layout, count, product.k, H::kM, &map_rows, H::kK) ||
+      !encode(parts, {}, Parts::kCount * others, product.k, H::kN, &map_parts, H::kK)) {
     fail("matmul", "the driver can't describe the matrices to the GPU");
   }
   constexpr Memory kMemory{H::kStages * H::kStageBytes, H::kStages};
-  const bool in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;
-  const int64_t clusters = in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster);
+  const bool in_cluster = tiling.splits() > 1 && product.partial == nullptr;
+  const int64_t blocks = in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors);
   launch.clusters(
-      split_product_kernel<H>, clusters * H::kCluster, in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster,
-      H::kThreads, kAlignment + kMemory.bytes + kBarrierBytes, false, map_a, map_b, product, tiling, kMemory);
+      split_product_kernel<H>, blocks, in_cluster ? static_cast<int>(tiling.splits()) : 1, H::kThreads,
+      kAlignment + kMemory.bytes + kBarrierBytes, true, map_rows, map_parts, product, tiling, kMemory, flipped,
+      layout.transposed);
 }
 
-constexpr int64_t kBytesOfParts = 3 * sizeof(__nv_bfloat16);
+constexpr int64_t kBytesOfParts = Parts::kCount * sizeof(__nv_bfloat16);
 
-inline Plan plan_split(int64_t m, int64_t n, int64_t k, const Device& device) {
-  constexpr TileModel kModels[] = {
-      {256, 128, kStep, 4, 1, 1121, 4, Split<2>::kCluster}, {128, 128, kStep, 4, 1, 577, 4}};
-  constexpr Costs kCosts{1745, 228, 3986, 1369, 2544, 3205, 247};
-  constexpr double kStart = 7400, kBytesOfDevice = 2925;
-  Plan chosen = plan(kModels, kCosts, m, n, k, kBytesOfParts, device, AddUp::kInCluster);
-  chosen.nanoseconds += kStart + static_cast<double>(m + n) * k * (sizeof(float) + kBytesOfParts) / kBytesOfDevice;
+// Of `rows` rows that are split on the way, and `others` before.
+inline Plan plan_split(int64_t rows, int64_t others, int64_t k, const Device& device) {
+  constexpr TileModel kModels[] = {{128, 128, Split<128>::kK, 8, 1, 541, 8}, {128, 64, Split<64>::kK, 8, 1, 416, 8}};
+  constexpr Costs kCosts{3570, 95, 16255, 4526, 20450, 0, 293, 624};
+  constexpr double kStart = 5894, kBytesOfDevice = 1996;
+  Plan chosen = plan(kModels, kCosts, rows, others, k, sizeof(float), device, AddUp::kEither);
+  chosen.nanoseconds += kStart + static_cast<double>(others) * k * (sizeof(float) + kBytesOfParts) / kBytesOfDevice;
   return chosen;
 }
 
-inline void multiply_split(
-    Launch& launch, const View& like, const Product<float, float>& product, const Device& device) {
-  constexpr int64_t kMostBytes = 1 << 30;  // of the parts of a factor, more of which take turns
+inline Plan plan_split(const Product<float, float>& product, const Device& device) {
+  return plan_split(std::max(product.m, product.n), std::min(product.m, product.n), product.k, device);
+}
+
+inline void multiply_split(Launch& launch, const View& like, const Product<float, float>& given, const Device& device) {
+  // Rows of the result lie side by side.
+  const Product<float, float> product = given.c_inner == 1 ? given : given.swapped();
+  const bool flipped = product.n > product.m;
+  const Factor<float>&rows = flipped ? product.b : product.a, &others = flipped ? product.a : product.b;
+  const int64_t row_count = std::max(product.m, product.n), other_count = std::min(product.m, product.n);
   const int64_t stride = ceil_div(product.k, 8) * 8;
-  const int64_t most = std::max<int64_t>(kMostBytes / (stride * kBytesOfParts) / 256, 1) * 256;
-  const int64_t rows = std::min(product.m, most), columns = std::min(product.n, most);
-  Tensor memory = scratch(like, (rows + columns) * stride * kBytesOfParts);
-  auto* parts_a = static_cast<__nv_bfloat16*>(memory.mutable_data_ptr());
-  auto* parts_b = parts_a + 3 * rows * stride;
-  for (int64_t i = 0; i < product.m; i += rows) {
-    for (int64_t j = 0; j < product.n; j += columns) {
+  // Of copies and parts that take more memory, some rows at a time.
+  const auto most_of = [&](int64_t count, int64_t bytes) {
+    constexpr int64_t kMostBytes = 1 << 30, kTile = 128;
+    return std::min(count, std::max<int64_t>(kMostBytes / (stride * bytes) / kTile, 1) * kTile);
+  };
+  const bool as_it_is = reads(rows, row_count, product.k);
+  const int64_t most_rows = as_it_is ? row_count : most_of(row_count, sizeof(float));
+  const int64_t most_others = most_of(other_count, kBytesOfParts);
+  Tensor memory = scratch(like, most_others * stride * kBytesOfParts);
+  auto* to = static_cast<__nv_bfloat16*>(memory.mutable_data_ptr());
+  const auto from = [](const Factor<float>& factor, int64_t row) {
+    return Factor<float>{factor.data + row * factor.outer, factor.outer, factor.inner};
+  };
+  for (int64_t i = 0; i < row_count; i += most_rows) {
+    Factor<float> block_rows = from(rows, i);
+    const int64_t count = std::min(most_rows, row_count - i);
+    std::optional<Tensor> copy;
+    if (!as_it_is) block_rows = copied(launch, like, block_rows, count, product.k, rows.outer == 1, copy);
+    for (int64_t j = 0; j < other_count; j += most_others) {
       Product<float, float> block = product;
-      block.m = std::min(rows, product.m - i), block.n = std::min(columns, product.n - j);
-      block.a.data += i * product.a.outer, block.b.data += j * product.b.outer;
-      block.c += i * product.c_outer + j * product.c_inner;
-      const Parts a{block.a, j == 0 ? block.m : 0, product.k, stride, parts_a};
-      const Parts b{block.b, block.n, product.k, stride, parts_b};
-      launch(split_kernel, a.blocks() + b.blocks(), kCopyThreads, 0, a, b);
-      const Plan chosen = plan_split(block.m, block.n, block.k, device);
+      const int64_t others_here = std::min(most_others, other_count - j);
+      (flipped ? block.n : block.m) = count, (flipped ? block.m : block.n) = others_here;
+      (flipped ? block.b : block.a) = from(rows, i), (flipped ? block.a : block.b) = from(others, j);
+      block.c += (flipped ? j : i) * product.c_outer + (flipped ? i : j) * product.c_inner;
+      const Parts parts{from(others, j), others_here, product.k, stride, to};
+      launch(split_kernel, parts.blocks(), kCopyThreads, 0, parts);
+      // The bits don't depend on whether there is a copy.
+      Plan chosen = plan_split(row_count, others_here, product.k, device);
+      chosen.tiling.tiles_m = ceil_div(count, Split<128>::kM);
       with_splits(launch, like, block, device, chosen, [&](const Product<float, float>& p, const Plan& plan) {
-        auto* run = plan.shape == 0 ? run_split<Split<2>> : run_split<Split<1>>;
-        run(launch, p, plan.tiling, {parts_a, stride, 1}, {parts_b, stride, 1}, device.processors);
+        auto* run = plan.shape == 0 ? run_split<Split<128>> : run_split<Split<64>>;
+        run(launch, p, flipped, plan.tiling, block_rows, {to, stride, 1}, device.processors);
       });
     }
   }

@@ -70,6 +70,22 @@ __device__ inline void load_shared(uint32_t from, float* values) {
                : "memory");
 }
 
+__device__ inline float2 load_pair(uint32_t from) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");
+  return pair;
+}
+
+// How many registers a thread of this warpgroup has from now on, more or fewer than the kernel starts with.
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -99,6 +115,11 @@ __device__ uint64_t describe(uint32_t at) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 / 16) << 32;
   constexpr uint64_t kLeading = uint64_t(kTransposed ? 64 * 128 / 16 : 1) << 16;
   return kSwizzle128 | kStride | kLeading | (at & 0x3ffff) >> 4;
+}
+
+// The same of rows of 64 bytes along k, swizzled: 8 rows are 512 bytes.
+__device__ inline uint64_t describe_rows_of_64(uint32_t at) {
+  return uint64_t(2) << 62 | uint64_t(512 / 16) << 32 | uint64_t(1) << 16 | (at & 0x3ffff) >> 4;
 }
 
 // From one 16 of k to the next, in the descriptor's units of 16 bytes.
@@ -136,6 +157,14 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
                : "l"(from_a), "l"(from_b), "r"(add_to), "n"(static_cast<int>(kTransposedA)),            \
                  "n"(static_cast<int>(kTransposedB)))
 
+#define WGMMA_OF_REGISTERS(shape, operands, a, b, add, ...)                                       \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                        \
+               ", 0;\n"                                                                           \
+               "wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" operands "}, {" a "}, " b \
+               ", add, 1, 1, 0;\n}\n"                                                             \
+               : __VA_ARGS__                                                                      \
+               : "r"(from_a[0]), "r"(from_a[1]), "r"(from_a[2]), "r"(from_a[3]), "l"(from_b), "r"(add_to))
+
 // sums (+)= a * b, of 64 rows of a and kN of b, float16 or bfloat16, over 16 of k.
 template <class T, int kN, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t from_a, uint64_t from_b, int add_to) {
@@ -156,6 +185,18 @@ __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t fro
   }
 }
 
+// sums (+)= a * b, of 64 rows of a, whose bfloat16s are in registers, and kN of b, over 16 of k.
+template <int kN>
+__device__ __forceinline__ void multiply_add(
+    float (&sums)[kN / 2], const uint32_t (&from_a)[4], uint64_t from_b, int add_to) {
+  static_assert(kN == 64 || kN == 128);
+  if constexpr (kN == 64) {
+    WGMMA_OF_REGISTERS("m64n64k16", OPERANDS_32, "%32, %33, %34, %35", "%36", "%37", SUMS_32(0));
+  } else {
+    WGMMA_OF_REGISTERS("m64n128k16", OPERANDS_64, "%64, %65, %66, %67", "%68", "%69", SUMS_64(0));
+  }
+}
+
 #undef SUMS_8
 #undef SUMS_32
 #undef SUMS_64
@@ -163,6 +204,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t fro
 #undef OPERANDS_64
 #undef OPERANDS_128
 #undef WGMMA
+#undef WGMMA_OF_REGISTERS
 
 // Keeps the compiler from moving what it does with the sums across this place.
 template <int kSize>
