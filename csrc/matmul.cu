@@ -86,7 +86,7 @@ Plan plan_simt(const Product<float, float>& product, const Device& device) {
       simt_model<Small>(155)};
   constexpr double kStart = 2500, kBytesOfDevice = 4000;
   constexpr int64_t kFewSteps = 8;
-  Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, AddUp::kLater);
+  Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, false);
   chosen.nanoseconds += kStart;
   // Tiles of few steps read, multiply and store one after the other.
   if (chosen.tiling.steps_per_split <= kFewSteps) chosen.nanoseconds += product.bytes() / kBytesOfDevice;
@@ -117,7 +117,7 @@ void simt(
 void simt(Launch& launch, const View& like, const Product<double, double>& product, const Device& device) {
   using Shape = Simt<double, 64, 64, 16, 8, 4, 3, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(50)};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, AddUp::kLater);
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, false);
   with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     const bool rows_b = has_vectors_along_rows(p.b, p.rows_b);
     if (rows_b) return run_simt<Shape, Reads::kElements, Reads::kRows>(launch, p, plan);
@@ -130,7 +130,7 @@ template <class T>
 void simt(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using Shape = Simt<float, 64, 128, 16, 8, 8, 2, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(100)};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, AddUp::kLater);
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
   });
@@ -140,7 +140,7 @@ template <class T>
 void mma(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using M = Mma<T>;
   const TileModel shapes[] = {{M::kM, M::kN, M::kK, 4, 2, 2000.0 / sizeof(T), 8}};
-  const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, AddUp::kLater);
+  const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     launch(mma_kernel<T>, plan.tiling.count(), M::kThreads, 0, p, plan.tiling);
   });
@@ -157,13 +157,8 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   std::optional<Tensor> memory_a, memory_b;
   product.a = readable(launch, like, device, product.a, product.m, product.k, memory_a);
   product.b = readable(launch, like, device, product.b, product.n, product.k, memory_b);
-  // Of rows that begin within a line of the cache, more is read. By the sizes alone, as the parts of k follow from it.
-  constexpr double kUnaligned = 2.12;
-  Costs costs{1802, 422, 10687, 3500, 2985, 1000, 236, 482};
-  if (product.n % hopper::kStep != 0 || product.k % hopper::kStep != 0) {
-    costs.processor /= kUnaligned, costs.cache /= kUnaligned;
-  }
-  const Plan chosen = plan(shapes, costs, product.m, product.n, product.k, sizeof(T), device, AddUp::kInCluster);
+  constexpr Costs kCostsOfHalves{629, 163, 1e9, 3055, 5323, 0, 151, 455, 0.046, 1.76};
+  const Plan chosen = plan(shapes, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
       constexpr decltype(&hopper::multiply<T, 0>) kRuns[] = {hopper::multiply<T, kTile>...};

@@ -267,7 +267,7 @@ inline void mma(Launch& launch, const View& like, const Product<double, double>&
   constexpr TileModel kModels[] = {
       dmma_model<Large>(215), dmma_model<Middle>(215), dmma_model<Small>(300), dmma_model<Flat>(178)};
   constexpr Costs kCosts{5344, 400, 5100, 6000, 1352, 1000, 1000};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, AddUp::kEither);
+  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, true);
   with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     constexpr decltype(&run_dmma<Large>) kRuns[] = {run_dmma<Large>, run_dmma<Middle>, run_dmma<Small>, run_dmma<Flat>};
     kRuns[plan.shape](launch, p, plan);

@@ -22,9 +22,11 @@ struct Tile {
   int m, n, cluster, blocks;
   double rate;
 };
-constexpr Tile kTiles[] = {{128, 256, 2, 1, 2776}, {128, 256, 1, 1, 2557}, {64, 256, 1, 1, 2713},
-                           {64, 128, 1, 2, 2239},  {128, 128, 1, 1, 2600}, {64, 64, 1, 3, 1337},
-                           {128, 64, 1, 2, 1962},  {128, 128, 2, 1, 2582}};
+constexpr Tile kTiles[] = {
+    {128, 256, 2, 1, 3600}, {128, 256, 1, 1, 2975}, {64, 256, 1, 1, 3600}, {64, 128, 1, 2, 2820},
+    {128, 128, 1, 1, 3600}, {64, 64, 1, 3, 1947},   {128, 64, 1, 2, 2546}, {128, 128, 2, 1, 3600},
+    {64, 128, 2, 2, 2590},  {128, 192, 1, 1, 3600}, {64, 192, 1, 1, 3600},
+};
 
 template <class T_, int kTile>
 struct Hopper {
@@ -34,6 +36,7 @@ struct Hopper {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kBytesA + kBytesB;
   static constexpr int kBlocks = kTiles[kTile].blocks;
+  static_assert(kN / kCluster % 64 == 0);  // A transposed factor comes in boxes of 64 rows.
 };
 
 // The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
@@ -454,7 +457,7 @@ bool encode(
          function(
              map, type, 3, const_cast<T*>(factor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              box[0] * sizeof(T) == kRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // As many stages as fit where so many blocks are on a multiprocessor, and as there are steps; and at least as much

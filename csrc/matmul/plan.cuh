@@ -37,6 +37,8 @@ struct Costs {
   double sums;                // bytes that it moves
   double cluster, per_split;  // to add up sums in a cluster
   double per_group = 0;       // of eight columns of a block's share
+  double per_element = 0;     // to store it
+  double unaligned = 1;       // how much longer it takes to read rows that don't begin with a line of the cache
 };
 
 struct Plan {
@@ -54,16 +56,13 @@ inline int64_t clusters_at_a_time(int processors, int64_t size) {
                    : std::max<int64_t>((processors / kPart - 1) * (kPart / size) + kOfLast / size, 1);
 }
 
-// Where the sums of parts of k are added up: in another launch, in a cluster if it takes them, or where it takes less
-// time.
-enum class AddUp { kLater, kInCluster, kEither };
-
 // The tiles and splits that should take the least time. Splitting k fills a device that there are too few tiles for,
-// and costs the time to add up the sums: of few parts in a cluster, of many by another pass over them.
+// and costs the time to add up the sums: in a cluster of the tile's blocks, if the kernel does that, or by another
+// pass.
 template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
-    const Device& device, AddUp add_up) {
+    const Device& device, bool adds_in_clusters) {
   constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64;
   constexpr double kBytesOfDevice = 4000;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
@@ -72,17 +71,23 @@ Plan plan(
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
     const double most = 2.2 * device.processors * shape.blocks / shape.processors;
-    const double read = static_cast<double>(std::min(m, shape.m) + std::min(n, shape.n)) * shape.k * bytes;
+    const auto reads = [&](int64_t rows, int64_t row_size) {
+      constexpr int64_t kLine = 128;
+      return static_cast<double>(rows * shape.k * bytes) * (row_size * bytes % kLine == 0 ? 1 : costs.unaligned);
+    };
+    // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
+    const double read = reads(std::min(m, shape.m), k) + reads(std::min(n, shape.n), n);
+    const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
     const double at_least = static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
     for (int64_t splits = 1; splits <= kMostSplits; ++splits) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;
       if (splits > 1 && (!deep || tiles * splits > most)) break;
       if (ceil_div(tiling.steps, steps) != splits) continue;
-      const bool fits_cluster = add_up != AddUp::kLater && device.has_clusters() && shape.processors == 1 &&
-                                splits > 1 && splits <= kMostInCluster;
+      const bool fits_cluster =
+          adds_in_clusters && device.has_clusters() && shape.processors == 1 && splits > 1 && splits <= kMostInCluster;
       for (const bool in_cluster : {true, false}) {
-        if (in_cluster ? !fits_cluster : fits_cluster && add_up == AddUp::kInCluster) continue;
+        if (in_cluster && !fits_cluster) continue;
         double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
         if (in_cluster) {
           // Those that find no free multiprocessors share some.
@@ -92,9 +97,10 @@ Plan plan(
           turns = std::max(turns, static_cast<double>(whole * shape.blocks + last));
         }
         const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
-        const double step = std::max(shape.m * shape.n * shape.k / shape.rate, read / costs.processor) / busy;
+        const double step =
+            std::max(shape.m * shape.n * shape.k / shape.rate, read / (costs.processor * shape.processors)) / busy;
         double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
-        time = std::max(time + std::ceil(turns / shape.blocks) * costs.block, at_least);
+        time = std::max(time + std::ceil(turns / shape.blocks) * (costs.block + of_block), at_least);
         if (in_cluster) {
           const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
           time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;

@@ -141,12 +141,14 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
   "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, " \
   "%59, %60, %61, %62, %63"
-#define OPERANDS_128                                                                                       \
-  OPERANDS_64                                                                                              \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
-  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "     \
-  "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "       \
-  "%119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define OPERANDS_96                                                                    \
+  OPERANDS_64                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define OPERANDS_128                                                                               \
+  OPERANDS_96                                                                                      \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // sums = a * b, or with `add`, sums += a * b.
 #define WGMMA(shape, type, operands, a, b, add, transposed_a, transposed_b, ...)                        \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                              \
@@ -168,12 +170,16 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
 // sums (+)= a * b, of 64 rows of a and kN of b, float16 or bfloat16, over 16 of k.
 template <class T, int kN, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t from_a, uint64_t from_b, int add_to) {
-  static_assert(kN == 64 || kN == 128 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kN == 256 && kHalf) {
     WGMMA("m64n256k16", "f16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
   } else if constexpr (kN == 256) {
     WGMMA("m64n256k16", "bf16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
+  } else if constexpr (kN == 192 && kHalf) {
+    WGMMA("m64n192k16", "f16", OPERANDS_96, "%96", "%97", "%98", "%99", "%100", SUMS_64(0), SUMS_32(64));
+  } else if constexpr (kN == 192) {
+    WGMMA("m64n192k16", "bf16", OPERANDS_96, "%96", "%97", "%98", "%99", "%100", SUMS_64(0), SUMS_32(64));
   } else if constexpr (kN == 64 && kHalf) {
     WGMMA("m64n64k16", "f16", OPERANDS_32, "%32", "%33", "%34", "%35", "%36", SUMS_32(0));
   } else if constexpr (kN == 64) {
@@ -202,6 +208,7 @@ __device__ __forceinline__ void multiply_add(
 #undef SUMS_64
 #undef OPERANDS_32
 #undef OPERANDS_64
+#undef OPERANDS_96
 #undef OPERANDS_128
 #undef WGMMA
 #undef WGMMA_OF_REGISTERS
