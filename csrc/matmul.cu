@@ -157,7 +157,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   std::optional<Tensor> memory_a, memory_b;
   product.a = readable(launch, like, device, product.a, product.m, product.k, memory_a);
   product.b = readable(launch, like, device, product.b, product.n, product.k, memory_b);
-  constexpr Costs kCostsOfHalves{629, 163, 1e9, 3055, 5323, 0, 151, 455, 0.046, 1.76};
+  constexpr Costs kCostsOfHalves{1980, 134, 1e9, 4270, 11000, 0, 204, 611, 0.135, 1.39};
   const Plan chosen = plan(shapes, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
