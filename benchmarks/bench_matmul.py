@@ -60,7 +60,7 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     if dtype == torch.float64:
         return "the loop of multiply-adds reaches nine tenths of cuBLAS's rate, and small tiles wait for their copies"
     if dtype == torch.float32:
-        return "too few rows or columns for the tensor cores to pay, and other units do a fifth less than cuBLAS"
+        return "so small that splitting float32, or adding parts of k up, takes more time than multiplying"
     return "small tiles wait for the L2 cache, which gives a multiprocessor 64 bytes a cycle, and parts of k for their sums"
 
 

@@ -70,7 +70,7 @@ def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:
         where no product or sum overflows or falls below the normal numbers: twice the bound of a sum of rounded products in
         any order, as tensor cores cut where others round.
 
-    On CUDA, float16, bfloat16 and float64 are computed on tensor cores, and on Hopper large products of float32 too: an
+    On CUDA, float16, bfloat16 and float64 are computed on tensor cores, on Hopper all but small products of float32 too: an
     element is then a sum of three bfloat16s, which hold all of its bits unless it is below :math:`2^{-102}`. The bound is
     the same. float32 is computed in tf32 only where PyTorch's own switch allows it:
     ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or what sets that, as
