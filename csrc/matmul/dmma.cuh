@@ -265,8 +265,8 @@ inline void mma(Launch& launch, const View& like, const Product<double, double>&
   using Small = Dmma<64, 64, 32, 32, 4, 3>;
   using Flat = Dmma<16, 128, 16, 32, 4, 3>;
   constexpr TileModel kModels[] = {
-      dmma_model<Large>(215), dmma_model<Middle>(215), dmma_model<Small>(300), dmma_model<Flat>(178)};
-  constexpr Costs kCosts{5344, 400, 5100, 6000, 1352, 1000, 1000};
+      dmma_model<Large>(298), dmma_model<Middle>(241), dmma_model<Small>(212), dmma_model<Flat>(68)};
+  constexpr Costs kCosts{977, 202, 1e9, 14133, 3096, 1481, 495, 0, 0.417};
   const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, true);
   with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     constexpr decltype(&run_dmma<Large>) kRuns[] = {run_dmma<Large>, run_dmma<Middle>, run_dmma<Small>, run_dmma<Flat>};
