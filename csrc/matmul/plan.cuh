@@ -36,8 +36,8 @@ struct Costs {
   double pass;                // to add up sums in another launch
   double sums;                // bytes that it moves
   double cluster, per_split;  // to add up sums in a cluster
-  double per_group = 0;       // of eight columns of a block's share
-  double per_element = 0;     // to store it
+  double per_group = 0;       // the same, for eight columns of a block's share
+  double per_element = 0;     // to store an element of a tile
   double unaligned = 1;       // how much longer it takes to read rows that don't begin with a line of the cache
 };
 

@@ -3,9 +3,9 @@
 //
 // Two numbers: a tile of 128 by 128 takes 6 * 32,768 operations of bfloat16 and 1,280 bytes a step of k.
 //
-// The factor with fewer rows is split before, as all tiles read it. The other, `rows`, is split on the way: threads
-// read float32 from shared memory and hold the parts in registers, where wgmma takes them from, so that a product of
-// few rows by a large matrix reads that once, and takes little longer.
+// The factor with fewer rows is split by a kernel of its own, as all tiles read it. The other is split on the way:
+// threads read float32 from shared memory, and wgmma takes the parts from their registers. So a product of few rows by
+// a large matrix reads that once, and writes no parts of it.
 //
 // With a = a0 + a1 + a2, where a1 is at most 2^-8 of a and a2 2^-16, what is left out, as a1 * b2, is at most 2^-25 of
 // a * b: less than rounding a product takes. Tensor cores cut sums off where fused multiply-adds round them; so that
@@ -116,8 +116,8 @@ __device__ __forceinline__ void fill_parts(
 // rows, and of each two times two neighbours along k, eight apart.
 using SplitRows = uint32_t[Parts::kCount][4];
 
-// Where a thread reads them in a stage: from a row of 128 bytes, and from the row behind, whose vectors of 16 bytes are
-// swizzled otherwise. Rows are along k, or if transposed, of a k.
+// Where a thread reads them in a stage: in one line of 128 bytes and in the next, whose vectors of 16 bytes are
+// swizzled otherwise. A line has elements of a row, side by side along k, or if transposed, of 32 rows at one k.
 template <class H, bool kTransposed>
 struct PlaceInRows {
   uint32_t own;
@@ -305,7 +305,7 @@ void run_split(
 
 constexpr int64_t kBytesOfParts = Parts::kCount * sizeof(__nv_bfloat16);
 
-// Of `rows` rows that are split on the way, and `others` before.
+// Of a factor of `rows` rows that is split on the way, and one of `others` that is split before.
 inline Plan plan_split(int64_t rows, int64_t others, int64_t k, const Device& device) {
   constexpr TileModel kModels[] = {{128, 128, Split<128>::kK, 8, 1, 541, 8}, {128, 64, Split<64>::kK, 8, 1, 416, 8}};
   constexpr Costs kCosts{3570, 95, 16255, 4526, 20450, 0, 293, 624};
