@@ -118,51 +118,55 @@ template <int kStep, class Lanes, int... kLane>
 #endif
 
 // to[p * kStrip + i] = from(i, p), or the terms of pair p; zero for the rows from `rows` to kStrip, and for the term
-// that the last pair lacks. Up to a vector behind the strip is written.
+// that the last pair lacks. Up to a vector behind the strip is written. It is compiled apart: inlined, the constants of
+// its permutations take four of the registers that a tile needs.
 template <int kStrip, int kBytes, class T, class V>
 void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
-  using Packed = Packing<T, V>;
-  constexpr int kTerms = Packed::kTerms;
-  const int64_t whole = terms / kTerms;
-  if (rows < kStrip) std::fill_n(to, kStrip * ((terms + kTerms - 1) / kTerms), V(0));
-  int64_t done = 0;
-  if (from.outer == 1) {
-    for (; done < whole; ++done) {
-      const T* row = from.data + done * kTerms * from.inner;
-      if (rows == kStrip) {
-        for (int i = 0; i < kStrip; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
-      } else {
-        for (int64_t i = 0; i < rows; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
-      }
-    }
-  }
-#if defined(EXTENSION_CPP_TRANSPOSE)
-  constexpr int kLanes = Blocking<V, kBytes>::kLanes, kBlocks = (kStrip + kLanes - 1) / kLanes;
-  if (from.inner == 1 && rows == kStrip) {
-    for (; done + kLanes <= whole; done += kLanes) {
-      Vector<V, kBytes> blocks[kBlocks][kLanes];
-      for (int i = kStrip; i < kBlocks * kLanes; ++i) blocks[i / kLanes][i % kLanes] = Vector<V, kBytes>{};
-      for (int i = 0; i < kStrip; ++i) {
-        const T* row = from.data + i * from.outer + done * kTerms;
-        __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
-        Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
-      }
-      for (auto& block : blocks) transpose<1>(block, std::make_integer_sequence<int, kLanes>());
-      // In the order of the addresses: what is written behind a row is overwritten by the next.
-      for (int p = 0; p < kLanes; ++p) {
-        for (int k = 0; k < kBlocks; ++k) {
-          V* row = to + (done + p) * kStrip + k * kLanes;
-          *reinterpret_cast<typename VectorOf<V, kBytes>::anywhere*>(row) = blocks[k][p];
+  simd::run_apart<kBytes>([&] {
+    using Packed = Packing<T, V>;
+    constexpr int kTerms = Packed::kTerms;
+    const int64_t whole = terms / kTerms;
+    if (rows < kStrip) std::fill_n(to, kStrip * ((terms + kTerms - 1) / kTerms), V(0));
+    int64_t done = 0;
+    if (from.outer == 1) {
+      for (; done < whole; ++done) {
+        const T* row = from.data + done * kTerms * from.inner;
+        if (rows == kStrip) {
+          for (int i = 0; i < kStrip; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
+        } else {
+          for (int64_t i = 0; i < rows; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
         }
       }
     }
-  }
+#if defined(EXTENSION_CPP_TRANSPOSE)
+    constexpr int kLanes = Blocking<V, kBytes>::kLanes, kBlocks = (kStrip + kLanes - 1) / kLanes;
+    if (from.inner == 1 && rows == kStrip) {
+      for (; done + kLanes <= whole; done += kLanes) {
+        Vector<V, kBytes> blocks[kBlocks][kLanes];
+        for (int i = kStrip; i < kBlocks * kLanes; ++i) blocks[i / kLanes][i % kLanes] = Vector<V, kBytes>{};
+        for (int i = 0; i < kStrip; ++i) {
+          const T* row = from.data + i * from.outer + done * kTerms;
+          __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
+          Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
+        }
+        for (auto& block : blocks) transpose<1>(block, std::make_integer_sequence<int, kLanes>());
+        // In the order of the addresses: what is written behind a row is overwritten by the next.
+        for (int p = 0; p < kLanes; ++p) {
+          for (int k = 0; k < kBlocks; ++k) {
+            V* row = to + (done + p) * kStrip + k * kLanes;
+            *reinterpret_cast<typename VectorOf<V, kBytes>::anywhere*>(row) = blocks[k][p];
+          }
+        }
+      }
+    }
 #endif
-  for (int64_t i = 0; i < rows; ++i) {
-    const T* row = from.data + i * from.outer;
-    for (int64_t p = done; p < whole; ++p) to[p * kStrip + i] = Packed::one(row + p * kTerms * from.inner, from.inner);
-    if (whole * kTerms < terms) to[whole * kStrip + i] = Packed::last(row + whole * kTerms * from.inner);
-  }
+    for (int64_t i = 0; i < rows; ++i) {
+      const T* row = from.data + i * from.outer;
+      for (int64_t p = done; p < whole; ++p)
+        to[p * kStrip + i] = Packed::one(row + p * kTerms * from.inner, from.inner);
+      if (whole * kTerms < terms) to[whole * kStrip + i] = Packed::last(row + whole * kTerms * from.inner);
+    }
+  });
 }
 
 // What a tile does to c: the sums take its place, are added to it, or begin with it.

@@ -43,6 +43,16 @@ template <class Body>
 __attribute__((target(EXTENSION_CPP_AVX512), flatten)) void run_avx512(const Body& body) {
   body();
 }
+
+// The same, but not inlined into the function that calls it.
+template <class Body>
+__attribute__((target("avx2,fma"), flatten, noinline)) void run_apart_avx2(const Body& body) {
+  body();
+}
+template <class Body>
+__attribute__((target(EXTENSION_CPP_AVX512), flatten, noinline)) void run_apart_avx512(const Body& body) {
+  body();
+}
 #undef EXTENSION_CPP_AVX512
 
 }  // namespace detail
@@ -76,6 +86,18 @@ void run_for_width(const Body& body) {
   }
 }
 
+// Within such a body: another that is compiled apart, so that its constants take no registers of the loops around it.
+template <int kBytes, class Body>
+void run_apart(const Body& body) {
+  if constexpr (kBytes == 64) {
+    detail::run_apart_avx512(body);
+  } else if constexpr (kBytes == 32) {
+    detail::run_apart_avx2(body);
+  } else {
+    body();
+  }
+}
+
 // Whether the processor adds products of pairs of bfloat16 (AVX512-BF16).
 inline bool multiplies_pairs() {
   return level() == Level::kAvx512Bf16;
@@ -97,6 +119,10 @@ void run_on_memory(const Body& body) {
 template <class Body>
 void run_for_width(const Body& body) {
   body.template operator()<16>();
+}
+template <int kBytes, class Body>
+void run_apart(const Body& body) {
+  body();
 }
 
 #endif
