@@ -162,8 +162,9 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
 #endif
     for (int64_t i = 0; i < rows; ++i) {
       const T* row = from.data + i * from.outer;
-      for (int64_t p = done; p < whole; ++p)
+      for (int64_t p = done; p < whole; ++p) {
         to[p * kStrip + i] = Packed::one(row + p * kTerms * from.inner, from.inner);
+      }
       if (whole * kTerms < terms) to[whole * kStrip + i] = Packed::last(row + whole * kTerms * from.inner);
     }
   });

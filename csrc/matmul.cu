@@ -84,12 +84,14 @@ Plan plan_simt(const Product<float, float>& product, const Device& device) {
   constexpr TileModel kModels[] = {
       simt_model<Wide>(178), simt_model<Narrow>(170), simt_model<Few>(150), simt_model<Fewest>(118),
       simt_model<Small>(155)};
-  constexpr double kStart = 2500, kBytesOfDevice = 4000;
+  constexpr double kStart = 2500;
   constexpr int64_t kFewSteps = 8;
   Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, false);
   chosen.nanoseconds += kStart;
   // Tiles of few steps read, multiply and store one after the other.
-  if (chosen.tiling.steps_per_split <= kFewSteps) chosen.nanoseconds += product.bytes() / kBytesOfDevice;
+  if (chosen.tiling.steps_per_split <= kFewSteps) {
+    chosen.nanoseconds += time_of_memory(product.m, product.n, product.k, sizeof(float));
+  }
   return chosen;
 }
 
@@ -240,9 +242,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   // Tiles are wide: few columns are better as few rows. Those of Hopper are of any shape.
   const bool of_hopper = sizeof(T) == 2 && device.hopper && fits_wgmma(product.m, product.n, product.k);
   const int64_t few_rows = of_hopper ? 1 : 64;
-  if (product.n <= few_rows && product.m > product.n) {
-    product = product.swapped();
-  }
+  if (product.n <= few_rows && product.m > product.n) product = product.swapped();
   // The stride of a dimension of size 1 means nothing, and would look as if rows were not aligned.
   auto normalise = [&](Factor<T>& factor, int64_t rows) {
     constexpr int64_t kAligned = 16;

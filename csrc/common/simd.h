@@ -29,9 +29,10 @@ inline Level level() {
 
 namespace detail {
 
-// `flatten` inlines all that body calls, and so compiles it again for these instructions.
+// `flatten` inlines all that body calls, and so compiles it again for these instructions. `noinline` is for run_apart:
+// other callers are compiled for the baseline, where this can't be inlined.
 template <class Body>
-__attribute__((target("avx2,fma"), flatten)) void run_avx2(const Body& body) {
+__attribute__((target("avx2,fma"), flatten, noinline)) void run_avx2(const Body& body) {
   body();
 }
 #ifdef __clang__  // It ignores a target with a part that it doesn't know.
@@ -40,17 +41,7 @@ __attribute__((target("avx2,fma"), flatten)) void run_avx2(const Body& body) {
 #define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"
 #endif
 template <class Body>
-__attribute__((target(EXTENSION_CPP_AVX512), flatten)) void run_avx512(const Body& body) {
-  body();
-}
-
-// The same, but not inlined into the function that calls it.
-template <class Body>
-__attribute__((target("avx2,fma"), flatten, noinline)) void run_apart_avx2(const Body& body) {
-  body();
-}
-template <class Body>
-__attribute__((target(EXTENSION_CPP_AVX512), flatten, noinline)) void run_apart_avx512(const Body& body) {
+__attribute__((target(EXTENSION_CPP_AVX512), flatten, noinline)) void run_avx512(const Body& body) {
   body();
 }
 #undef EXTENSION_CPP_AVX512
@@ -90,9 +81,9 @@ void run_for_width(const Body& body) {
 template <int kBytes, class Body>
 void run_apart(const Body& body) {
   if constexpr (kBytes == 64) {
-    detail::run_apart_avx512(body);
+    detail::run_avx512(body);
   } else if constexpr (kBytes == 32) {
-    detail::run_apart_avx2(body);
+    detail::run_avx2(body);
   } else {
     body();
   }

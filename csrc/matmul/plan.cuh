@@ -56,6 +56,12 @@ inline int64_t clusters_at_a_time(int processors, int64_t size) {
                    : std::max<int64_t>((processors / kPart - 1) * (kPart / size) + kOfLast / size, 1);
 }
 
+// Of reading a and b and writing c once: the least that a product takes, in nanoseconds.
+inline double time_of_memory(int64_t m, int64_t n, int64_t k, int64_t bytes) {
+  constexpr double kBytesOfDevice = 4000;
+  return static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
+}
+
 // The tiles and splits that should take the least time. Splitting k fills a device that there are too few tiles for,
 // and costs the time to add up the sums: in a cluster of the tile's blocks, if the kernel does that, or by another
 // pass.
@@ -64,21 +70,20 @@ Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
     const Device& device, bool adds_in_clusters) {
   constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64;
-  constexpr double kBytesOfDevice = 4000;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
     const double most = 2.2 * device.processors * shape.blocks / shape.processors;
-    const auto reads = [&](int64_t rows, int64_t row_size) {
+    const auto bytes_of = [&](int64_t rows, int64_t row_size) {
       constexpr int64_t kLine = 128;
       return static_cast<double>(rows * shape.k * bytes) * (row_size * bytes % kLine == 0 ? 1 : costs.unaligned);
     };
     // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
-    const double read = reads(std::min(m, shape.m), k) + reads(std::min(n, shape.n), n);
+    const double read = bytes_of(std::min(m, shape.m), k) + bytes_of(std::min(n, shape.n), n);
     const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
-    const double at_least = static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
+    const double at_least = time_of_memory(m, n, k, bytes);
     for (int64_t splits = 1; splits <= kMostSplits; ++splits) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;

@@ -39,9 +39,6 @@ struct Product {
   // That of the transposed factors, whose result is the transposed one.
   Product swapped() const { return {b, a, n, m, k, rows_b, rows_a, c_inner, c_outer, partial_stride, c, partial}; }
 
-  // Of a, b and c.
-  double bytes() const { return static_cast<double>(m * k + n * k + m * n) * sizeof(T); }
-
   // Whether rows of c consist of whole, aligned vectors.
   __host__ __device__ bool has_vectors(int size) const { return c_inner == 1 && c_outer % size == 0 && n % size == 0; }
 };

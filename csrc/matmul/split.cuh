@@ -181,7 +181,7 @@ __device__ __forceinline__ void add_parts(float (&totals)[H::kN / 2], Turn& turn
 #pragma unroll
     for (int o = 0; o < 6; ++o) {
       const uint64_t b =
-          describe_rows_of_64(stages.start + stage * H::kStageBytes + H::kBytesA + kOrder[o][1] * H::kBytesB);
+          describe<false, kRow / 2>(stages.start + stage * H::kStageBytes + H::kBytesA + kOrder[o][1] * H::kBytesB);
 #pragma unroll
       for (int i = 0; i < H::kK / 16; ++i) {
         multiply_add<H::kN>(sums, parts[i][kOrder[o][0]], b + i * kNext16<false>, o > 0 || i > 0);
@@ -309,9 +309,9 @@ constexpr int64_t kBytesOfParts = Parts::kCount * sizeof(__nv_bfloat16);
 inline Plan plan_split(int64_t rows, int64_t others, int64_t k, const Device& device) {
   constexpr TileModel kModels[] = {{128, 128, Split<128>::kK, 8, 1, 541, 8}, {128, 64, Split<64>::kK, 8, 1, 416, 8}};
   constexpr Costs kCosts{3570, 95, 16255, 4526, 20450, 0, 293, 624};
-  constexpr double kStart = 5894, kBytesOfDevice = 1996;
+  constexpr double kStart = 5894, kBytesOfSplit = 1996;
   Plan chosen = plan(kModels, kCosts, rows, others, k, sizeof(float), device, true);
-  chosen.nanoseconds += kStart + static_cast<double>(others) * k * (sizeof(float) + kBytesOfParts) / kBytesOfDevice;
+  chosen.nanoseconds += kStart + static_cast<double>(others) * k * (sizeof(float) + kBytesOfParts) / kBytesOfSplit;
   return chosen;
 }
 

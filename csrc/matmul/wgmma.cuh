@@ -108,18 +108,14 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
   }
 }
 
-// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes, swizzled. Along k, 8 rows of a
-// transposed factor are 1,024 bytes and 64 of its columns a box; of another, 8 rows are 1,024 bytes.
-template <bool kTransposed>
+// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes, or of 64 along k, swizzled. Along k,
+// 8 rows of a transposed factor are 1,024 bytes and 64 of its columns a box; of another, 8 rows follow each other.
+template <bool kTransposed, int kRowBytes = 128>
 __device__ uint64_t describe(uint32_t at) {
-  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 / 16) << 32;
+  static_assert(kRowBytes == 128 || (kRowBytes == 64 && !kTransposed));
+  constexpr uint64_t kSwizzle = uint64_t(kRowBytes == 128 ? 1 : 2) << 62, kStride = uint64_t(8 * kRowBytes / 16) << 32;
   constexpr uint64_t kLeading = uint64_t(kTransposed ? 64 * 128 / 16 : 1) << 16;
-  return kSwizzle128 | kStride | kLeading | (at & 0x3ffff) >> 4;
-}
-
-// The same of rows of 64 bytes along k, swizzled: 8 rows are 512 bytes.
-__device__ inline uint64_t describe_rows_of_64(uint32_t at) {
-  return uint64_t(2) << 62 | uint64_t(512 / 16) << 32 | uint64_t(1) << 16 | (at & 0x3ffff) >> 4;
+  return kSwizzle | kStride | kLeading | (at & 0x3ffff) >> 4;
 }
 
 // From one 16 of k to the next, in the descriptor's units of 16 bytes.

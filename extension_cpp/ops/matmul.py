@@ -70,9 +70,9 @@ def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:
         where no product or sum overflows or falls below the normal numbers: twice the bound of a sum of rounded products in
         any order, as tensor cores cut where others round.
 
-    On CUDA, float16, bfloat16 and float64 are computed on tensor cores, on Hopper all but small products of float32 too: an
-    element is then a sum of three bfloat16s, which hold all of its bits unless it is below :math:`2^{-102}`. The bound is
-    the same. float32 is computed in tf32 only where PyTorch's own switch allows it:
+    On CUDA, float16, bfloat16 and float64 are computed on tensor cores. So is float32 on Hopper, unless the product is
+    small or K is above :math:`2^{18}`: an element is then a sum of three bfloat16s, which hold all of its bits unless it is
+    below :math:`2^{-102}`. The bound is the same. float32 is computed in tf32 only where PyTorch's own switch allows it:
     ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or what sets that, as
     ``torch.set_float32_matmul_precision("high")``. Factors are then rounded to 11 bits: :math:`\varepsilon = 2^{-10}`.
 
