@@ -16,7 +16,7 @@ SIZES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 
 DTYPES = (torch.float32, torch.bfloat16)
 OTHERS: dict[str, dict[torch.dtype, tuple[int, ...]]] = {
     "cpu": {torch.float16: (512,), torch.float64: (512,)},
-    "cuda": {torch.float16: (4096, 8192), torch.float64: (2048,)},
+    "cuda": {torch.float16: (4096, 8192), torch.float64: (2048, 4096)},
 }
 # (M, K, N) that are hard to cut into tiles: there are few, or they are narrow, or sums are long.
 SHAPES = (

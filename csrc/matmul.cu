@@ -9,6 +9,7 @@
 
 #include "matmul/copies.cuh"
 #include "matmul/dmma.cuh"
+#include "matmul/doubles.cuh"
 #include "matmul/hopper.cuh"
 #include "matmul/mma.cuh"
 #include "matmul/plan.cuh"
@@ -154,7 +155,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   TileModel shapes[kCount];
   for (int i = 0; i < kCount; ++i) {
     const auto [m, n, cluster, blocks, rate] = hopper::kTiles[i];
-    shapes[i] = {m * cluster, n, hopper::kStep, 4, blocks, rate * cluster, 4, cluster};
+    shapes[i] = {m * cluster, n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster};
   }
   std::optional<Tensor> memory_a, memory_b;
   product.a = readable(launch, like, device, product.a, product.m, product.k, memory_a);
@@ -163,24 +164,23 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   const Plan chosen = plan(shapes, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
-      constexpr decltype(&hopper::multiply<T, 0>) kRuns[] = {hopper::multiply<T, kTile>...};
+      using hopper::Hopper;
+      constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
       kRuns[plan.shape](launch, p, plan.tiling, device.processors);
     }(std::make_integer_sequence<int, kCount>());
   });
 }
 
-constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - 1024;  // That the memory accelerator counts.
-
 bool fits_wgmma(int64_t m, int64_t n, int64_t k) {
   constexpr double kWorthCopies = 128.0 * 128 * 128;  // Where the memory accelerator can't read the factors.
   const bool worth = (m | n | k) % 8 == 0 || static_cast<double>(m) * n * k >= kWorthCopies;
-  return std::max({m, n, k}) <= kLargest && worth;
+  return std::max({m, n, k}) <= hopper::kLargest && worth;
 }
 
 // Sums of a few products have their own bound, and parts of very long rows don't fit.
 bool fits_split(int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kShortest = 64, kLongest = 1 << 18;
-  return std::max(m, n) <= kLargest / 3 && k >= kShortest && k <= kLongest;
+  return std::max(m, n) <= hopper::kLargest / 3 && k >= kShortest && k <= kLongest;
 }
 
 // Makes of a factor, of which `rows` rows may be read, what a kernel takes in whole vectors, along k or along rows:
@@ -220,7 +220,13 @@ void run(Launch& launch, const View& like, Product<T, float> product, const Devi
 }
 
 void run(Launch& launch, const View& like, const Product<double, double>& product, const Device& device, bool) {
-  has_mma<double>(device.architecture) ? mma(launch, like, product, device) : simt(launch, like, product, device);
+  if (device.hopper && std::max({product.m, product.n, product.k}) <= hopper::kLargest) {
+    hopper::multiply_doubles(launch, like, product, device);
+  } else if (has_mma<double>(device.architecture)) {
+    mma(launch, like, product, device);
+  } else {
+    simt(launch, like, product, device);
+  }
 }
 
 template <class T, class V>

@@ -371,10 +371,14 @@ class TestCuda:
         for x in views(a):
             assert torch.equal(extension_cpp.matmul(x, b).nan_to_num(), got.nan_to_num())
 
-    def test_float32_in_parts_of_any_layout(self):
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+    def test_parts_of_any_layout(self, dtype):
         """With few rows, few columns, many of both, and sizes of no tile; with and without parts of k, in clusters too."""
-        for sizes in ((128, 1000, 4096), (4096, 520, 100), (60, 4096, 1000), (300, 20_000, 200), (1030, 257, 515)):
-            a, b = factors("cuda", torch.float32, *sizes)
+        cases = [(128, 1000, 4096), (4096, 520, 100), (60, 4096, 1000), (300, 20_000, 200), (1030, 257, 515)]
+        if dtype == torch.float64:  # What takes long has a tile of its own.
+            cases += [(96, 500, 80), (3300, 3200, 3240)]
+        for sizes in cases:
+            a, b = factors("cuda", dtype, *sizes)
             compare(a, b)
             want = extension_cpp.matmul(a, b)
             for x, y in itertools.product([a, *views(a)], [b, *views(b)]):

@@ -1,4 +1,4 @@
-// The product of float64 on tensor cores, from Ampere on, by mma.sync.
+// The product of float64 on tensor cores by mma.sync, from Ampere on; on Hopper, of what doubles.cuh can't read.
 //
 // Two numbers: a tile of 128 by 128 takes 32,768 operations and 2 KB a step of k; eight warps have 32 by 64 of it each,
 // 64 sums a thread.
@@ -94,7 +94,7 @@ class LoadsOfDoubles {
 
 // sums += a * b, of 16 by 8 over kDeep of k.
 template <int kDeep>
-__device__ __forceinline__ void multiply_add(double (&sums)[4], const double* a, const double* b) {
+__device__ __forceinline__ void multiply_add(double* sums, const double* a, const double* b) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kDeep == 16) {
     asm volatile(
@@ -245,7 +245,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) dmma_kernel(Product<d
 template <class S>
 void run_dmma(Launch& launch, const Product<double, double>& product, const Plan& plan) {
   constexpr size_t kBytes = S::kStages * S::kStageBytes;
-  const Tiling& tiling = plan.tiling;
+  Tiling tiling = plan.tiling;
+  tiling.tiles_m = ceil_div(product.m, S::kM), tiling.tiles_n = ceil_div(product.n, S::kN);
   if (plan.in_cluster) {
     const int splits = static_cast<int>(tiling.splits());
     launch.clusters(dmma_kernel<S>, tiling.count(), splits, S::kThreads, kBytes, false, product, tiling);

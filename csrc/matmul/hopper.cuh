@@ -1,5 +1,6 @@
 // The product of float16 or bfloat16 on Hopper: the tensor memory accelerator (TMA) copies tiles into shared memory,
-// and warpgroups of 128 threads multiply them where they lie (wgmma).
+// and warpgroups of 128 threads multiply them where they lie (wgmma). How stages and tiles pass from thread to thread
+// holds for float32 and float64 too.
 //
 // Two numbers: a tile of 128 by 256 takes 65,536 operations and 768 bytes a step of k; at the chip's arithmetic rate
 // that is more than the L2 cache gives, so that two blocks share a tile of b.
@@ -14,7 +15,11 @@
 
 namespace extension_cpp::matmul::hopper {
 
-constexpr int kWarpgroup = 128, kStep = 64, kRow = 2 * kStep;  // A row of a stage is kStep halves.
+constexpr int kWarpgroup = 128, kRow = 128;  // threads, and bytes of a row of a stage
+constexpr int kOfCopying = 40;               // registers that threads keep which only copy
+
+template <class T>
+constexpr int kInRow = kRow / sizeof(T);  // elements of a row of a stage
 
 // A tile of m by n, how many blocks of a cluster share what they read of b, how many blocks a multiprocessor holds, and
 // multiply-adds a nanosecond of all of them.
@@ -31,9 +36,11 @@ constexpr Tile kTiles[] = {
 template <class T_, int kTile>
 struct Hopper {
   using T = T_;
-  static constexpr int kM = kTiles[kTile].m, kN = kTiles[kTile].n;
-  static constexpr int kCluster = kTiles[kTile].cluster, kConsumers = kM / 64;
-  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  using V = float;
+  static constexpr int kM = kTiles[kTile].m, kN = kTiles[kTile].n, kK = kInRow<T>, kCluster = kTiles[kTile].cluster;
+  static constexpr int kComputing = kM / 64 * kWarpgroup, kThreads = kComputing + kWarpgroup;
+  static constexpr int kGroup = kWarpgroup, kSums = kN / 2;  // threads that read together, and sums of one
+  static constexpr int kRegisters = 0;                       // as many as a thread starts with
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kBytesA + kBytesB;
   static constexpr int kBlocks = kTiles[kTile].blocks;
   static_assert(kN / kCluster % 64 == 0);  // A transposed factor comes in boxes of 64 rows.
@@ -48,15 +55,15 @@ struct Memory {
   int bytes, stages;
 };
 
-// A factor is transposed where its rows (of m or n) lie side by side, not its k's; and `whole` if these are then blocks
-// of 64, which one copy takes several of.
+// A factor is transposed where its rows (of m or n) lie side by side, not its k's; and `whole` if these then fill rows
+// of a stage, so that one copy takes several.
 struct Layout {
   bool transposed = false, whole = false;
 
   template <class T>
   static Layout of(const Factor<T>& factor, int64_t rows) {
     const bool transposed = factor.inner != 1;
-    return {transposed, transposed && rows % 64 == 0};
+    return {transposed, transposed && rows % kInRow<T> == 0};
   }
 };
 struct Layouts {
@@ -73,9 +80,9 @@ __device__ __forceinline__ void with_layouts(const Layouts& layouts, const Funct
   }
 }
 
-// Eight columns of a tile's sums, four of each thread that computes.
+// Four sums of each thread that computes: of halves, eight columns of a tile.
 template <class H>
-constexpr int kGroupBytes = H::kConsumers * kWarpgroup * 4 * sizeof(float);
+constexpr int kFourBytes = H::kComputing * 4 * sizeof(typename H::V);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -138,7 +145,6 @@ struct Share {
 // warpgroups compute, and one of the last copies.
 template <class H>
 struct Role {
-  static constexpr int kCopies = H::kConsumers * kWarpgroup;
   const bool split_in_cluster;
   const Stages stages;
   const Tiles<H> tiles;
@@ -152,24 +158,24 @@ struct Role {
     if (threadIdx.x == 0) {
       for (int s = 0; s < memory.stages; ++s) {
         init_barrier(stages.full(s), 1);
-        init_barrier(stages.empty(s), H::kConsumers * H::kCluster);
+        init_barrier(stages.empty(s), H::kComputing / H::kGroup * H::kCluster);
       }
       init_barrier(stages.received(), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       if (split_in_cluster) {
-        const int groups = (H::kN / 8 - 1 - share().rank) / share().blocks + 1;
-        expect_bytes(stages.received(), share().blocks * groups * kGroupBytes<H>);
+        const int fours = (H::kSums / 4 - share().rank + share().blocks - 1) / share().blocks;
+        expect_bytes(stages.received(), (share().blocks - 1) * fours * kFourBytes<H>);
       }
     }
     __syncthreads();
-    if (H::kCluster > 1 || split_in_cluster) meet_in_cluster();
+    if (H::kCluster > 1) meet_in_cluster();
   }
 
   __device__ Share share() const {
     return split_in_cluster ? Share{static_cast<int>(tiles.tiling.splits()), rank_in_cluster()} : Share{1, 0};
   }
-  __device__ bool computes() const { return threadIdx.x < kCopies; }
-  __device__ bool copies() const { return threadIdx.x == kCopies; }
+  __device__ bool computes() const { return threadIdx.x < H::kComputing; }
+  __device__ bool copies() const { return threadIdx.x == H::kComputing; }
 
   // Other blocks of the cluster may still write here, and arrive at these barriers.
   __device__ __forceinline__ void end() const {
@@ -178,18 +184,18 @@ struct Role {
   }
 };
 
-// kRows rows of a factor, from `row` on, over kStep of k. A transposed one comes in boxes of 64 rows: all at once where
-// `whole`, as starting a copy takes long.
-template <bool kShared, bool kTransposed, int kRows>
+// kRows rows of a factor, from `row` on, over kBox of k. A transposed one comes in boxes of kBox rows: all at once
+// where `whole`, as starting a copy takes long.
+template <bool kShared, bool kTransposed, int kRows, int kBox>
 __device__ __forceinline__ void copy_rows(
     uint32_t to, const CUtensorMap& map, bool whole, int row, int k, uint32_t barrier) {
   if constexpr (!kTransposed) {
     copy_box<kShared>(to, map, k, row, 0, barrier);
   } else if (whole) {
-    copy_box<kShared>(to, map, 0, k, row / 64, barrier);
+    copy_box<kShared>(to, map, 0, k, row / kBox, barrier);
   } else {
 #pragma unroll
-    for (int r = 0; r < kRows; r += 64) copy_box<kShared>(to + r * kRow, map, row + r, k, 0, barrier);
+    for (int r = 0; r < kRows; r += kBox) copy_box<kShared>(to + r * kRow, map, row + r, k, 0, barrier);
   }
 }
 
@@ -203,14 +209,14 @@ __device__ __forceinline__ void fill(
   const int from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
   bool first = true;
   do {
-    int k = tiles.begin * kStep;
-    for (int count = tiles.steps; count > 0; --count, k += kStep, turn.next()) {
+    int k = tiles.begin * H::kK;
+    for (int count = tiles.steps; count > 0; --count, k += H::kK, turn.next()) {
       const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
       wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
       expect_bytes(barrier, H::kStageBytes);
       if (first) wait_for_kernel_before(), first = false;  // All before runs beside that kernel.
-      copy_rows<false, kTransposedA, H::kM>(stage, map_a, layouts.a.whole, tiles.row, k, barrier);
-      copy_rows<H::kCluster == 2, kTransposedB, kShare>(
+      copy_rows<false, kTransposedA, H::kM, H::kK>(stage, map_a, layouts.a.whole, tiles.row, k, barrier);
+      copy_rows<H::kCluster == 2, kTransposedB, kShare, H::kK>(
           stage + H::kBytesA + from * kRow, map_b, layouts.b.whole, tiles.column + from, k, barrier);
     }
   } while (tiles.next());
@@ -232,28 +238,36 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
 }
 
 // Adds up what the blocks of a cluster have of a tile's sums, each of its part of k, in the order of those, and calls
-// f(j, added) for the groups j of this block's share. The sums are sent from thread to thread, by stores that a barrier
+// f(j, added) for the fours j of this block's share. The sums are sent from thread to thread, by stores that a barrier
 // counts. They stay as they are: nvcc serializes the instructions of wgmma if others write where these do.
-template <class H, class Function>
+template <class H, class V, class Function>
 __device__ __forceinline__ void add_of_cluster(
-    const float (&sums)[H::kN / 2], Share share, const Stages& stages, const Function& f) {
-  const int most = (H::kN / 8 + share.blocks - 1) / share.blocks;  // groups of a share
+    const V (&sums)[H::kSums], Share share, const Stages& stages, const Function& f) {
+  constexpr int kVec = 16 / sizeof(V), kVectorBytes = H::kComputing * 16;
+  const int most = (H::kSums / 4 + share.blocks - 1) / share.blocks;  // fours of a share
   const uint32_t own = stages.start + threadIdx.x * 16;
   meet_in_cluster();  // Nobody reads the stages any more.
-  uint32_t to = own + share.rank * most * kGroupBytes<H>;
+  uint32_t to = own + share.rank * most * kFourBytes<H>;
   int owner = 0;
 #pragma unroll
-  for (int j = 0; j < H::kN / 8; ++j) {
-    store_async(address_in(to, owner), sums + j * 4, address_in(stages.received(), owner));
-    if (++owner == share.blocks) owner = 0, to += kGroupBytes<H>;
+  for (int j = 0; j < H::kSums / 4; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; e += kVec) {
+      const uint32_t at = to + e / kVec * kVectorBytes;
+      send(at, owner, owner == share.rank, sums + j * 4 + e, stages.received());
+    }
+    if (++owner == share.blocks) owner = 0, to += kFourBytes<H>;
   }
   wait_barrier(stages.received(), 0);
-  for (int j = share.rank, turn = 0; j < H::kN / 8; j += share.blocks, ++turn) {
-    float added[4] = {};
+  for (int j = share.rank, turn = 0; j < H::kSums / 4; j += share.blocks, ++turn) {
+    V added[4] = {};
 #pragma unroll 4
     for (int s = 0; s < share.blocks; ++s) {
-      float more[4];
-      load_shared(own + (s * most + turn) * kGroupBytes<H>, more);
+      V more[4];
+#pragma unroll
+      for (int e = 0; e < 4; e += kVec) {
+        load_shared(own + (s * most + turn) * kFourBytes<H> + e / kVec * kVectorBytes, more + e);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) added[e] += more[e];
     }
@@ -329,10 +343,10 @@ __device__ __forceinline__ void store(
   }
 }
 
-// Gives a stage back, once a warpgroup has read it.
+// Gives a stage back, once a group of threads has read it.
 template <class H>
 __device__ __forceinline__ void release(const Stages& stages, int stage) {
-  const int thread = threadIdx.x % kWarpgroup;
+  const int thread = threadIdx.x % H::kGroup;
   if (thread >= H::kCluster) return;
   H::kCluster == 1 ? arrive(stages.empty(stage)) : arrive_at(stages.empty(stage), thread);
 }
@@ -350,7 +364,7 @@ __device__ __forceinline__ void add_steps(float (&sums)[H::kN / 2], Turn& turn, 
     pin(sums);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < kStep / 16; ++i) {
+    for (int i = 0; i < H::kK / 16; ++i) {
       multiply_add<typename H::T, H::kN, kTransposedA, kTransposedB>(
           sums, a + i * kNext16<kTransposedA>, b + i * kNext16<kTransposedB>, before >= 0 || i > 0);
     }
@@ -367,9 +381,10 @@ __device__ __forceinline__ void add_steps(float (&sums)[H::kN / 2], Turn& turn, 
   release<H>(stages, before);
 }
 
-template <class H>
+template <class T, int kTile>
 __device__ __forceinline__ void consume(
-    const Product<typename H::T, float>& product, const Layouts& layouts, const Role<H>& role) {
+    const Product<T, float>& product, const Layouts& layouts, const Role<Hopper<T, kTile>>& role) {
+  using H = Hopper<T, kTile>;
   const Stages& stages = role.stages;
   Tiles<H> tiles = role.tiles;
   Turn turn{stages.memory};
@@ -399,20 +414,24 @@ __device__ __forceinline__ void consume(
 template <class H>
 __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-    const __grid_constant__ Product<typename H::T, float> product, const __grid_constant__ Tiling tiling,
+    const __grid_constant__ Product<typename H::T, typename H::V> product, const __grid_constant__ Tiling tiling,
     const __grid_constant__ Layouts layouts, const __grid_constant__ Memory memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
   start_kernel_behind();
-  if (threadIdx.x == Role<H>::kCopies) {
+  if (threadIdx.x == H::kComputing) {
     prefetch_map(map_a);
     prefetch_map(map_b);
   }
   const Role<H> role(shared, memory, tiling, product.partial != nullptr);
   if (role.computes()) {
-    consume<H>(product, layouts, role);
-  } else if (role.copies()) {
-    with_layouts(layouts, [&]<bool kA, bool kB>() { fill<H, kA, kB>(map_a, map_b, layouts, role); });
+    if constexpr (H::kRegisters != 0) take_registers<H::kRegisters>();
+    consume(product, layouts, role);
+  } else {
+    if constexpr (H::kRegisters != 0) leave_registers<kOfCopying>();
+    if (role.copies()) {
+      with_layouts(layouts, [&]<bool kA, bool kB>() { fill<H, kA, kB>(map_a, map_b, layouts, role); });
+    }
   }
   role.end();
 #endif
@@ -431,25 +450,26 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// A map of a factor, of boxes of `box_rows` rows over `depth` of k; where it is transposed, of 128 bytes of rows, or if
-// `whole`, of box_rows / 64 times that.
+// A map of a factor, of boxes of `box_rows` rows over `depth` of k; where it is transposed, of as many rows as fill one
+// of a stage, or if `whole`, of box_rows.
 template <class T>
 bool encode(
     const Factor<T>& factor, Layout layout, int64_t rows, int64_t k, int box_rows, CUtensorMap* map,
-    int depth = kStep) {
+    int depth = kInRow<T>) {
   const auto stride = static_cast<cuuint64_t>((layout.transposed ? factor.inner : factor.outer) * sizeof(T));
   cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), 1}, strides[2] = {stride, stride};
   cuuint32_t box[3] = {static_cast<cuuint32_t>(depth), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   if (layout.transposed) {
     std::swap(sizes[0], sizes[1]);
-    box[0] = kRow / sizeof(T), box[1] = static_cast<cuuint32_t>(depth);
+    box[0] = kInRow<T>, box[1] = static_cast<cuuint32_t>(depth);
   }
   if (layout.whole) {
-    sizes[0] = 64, sizes[2] = static_cast<cuuint64_t>(rows / 64), strides[1] = 64 * sizeof(T);
-    box[2] = static_cast<cuuint32_t>(box_rows / 64);
+    sizes[0] = kInRow<T>, sizes[2] = static_cast<cuuint64_t>(rows / kInRow<T>), strides[1] = kRow;
+    box[2] = static_cast<cuuint32_t>(box_rows / kInRow<T>);
   }
-  const auto type = std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+  const auto type = std::is_same_v<T, double>   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64
+                    : std::is_same_v<T, float>  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                     : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto function = tensor_map_encoder();
@@ -467,13 +487,13 @@ Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, in
   const int64_t at_a_time = std::min<int64_t>(ceil_div(blocks, processors), H::kBlocks), splits = tiling.splits();
   const int64_t fit = kSharedBytes / at_a_time / H::kStageBytes;
   const auto stages = static_cast<int>(std::min({fit, tiling.steps_per_split, int64_t(kMostStages)}));
-  const int64_t received = split_in_cluster ? splits * ceil_div(H::kN / 8, splits) * kGroupBytes<H> : 0;
+  const int64_t received = split_in_cluster ? splits * ceil_div(H::kSums / 4, splits) * kFourBytes<H> : 0;
   return {std::max(stages * H::kStageBytes, static_cast<int>(received)), stages};
 }
 
-template <class T, int kTile>
-void multiply(Launch& launch, const Product<T, float>& product, const Tiling& tiling, int processors) {
-  using H = Hopper<T, kTile>;
+template <class H>
+void multiply(
+    Launch& launch, const Product<typename H::T, typename H::V>& product, const Tiling& tiling, int processors) {
   const Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
   CUtensorMap map_a, map_b;
   if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
@@ -499,6 +519,8 @@ inline bool has_code() {
   cudaGetLastError();
   return error == cudaSuccess && code.numRegs > H::kN / 2;  // It has so many sums; code for others is empty.
 }
+
+constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - 1024;  // That the memory accelerator counts.
 
 // Whether the tensor memory accelerator can read a factor of `rows` rows as it lies.
 template <class T>

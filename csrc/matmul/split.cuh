@@ -74,8 +74,10 @@ namespace hopper {
 // and one of 64 of parts.
 template <int kN_>
 struct Split {
-  static constexpr int kM = 128, kN = kN_, kK = 32, kCluster = 1, kConsumers = 2;
-  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  using V = float;
+  static constexpr int kM = 128, kN = kN_, kK = kInRow<float>, kCluster = 1;
+  static constexpr int kComputing = 2 * kWarpgroup, kThreads = kComputing + kWarpgroup;
+  static constexpr int kGroup = kWarpgroup, kSums = kN / 2;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow / 2;
   static constexpr int kStageBytes = kBytesA + Parts::kCount * kBytesB, kStages = kSharedBytes / kStageBytes;
 };
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(H::kThreads, 1) split_product_kernel(
     take_registers<232>();
     consume_parts<H>(product, flipped, transposed, role);
   } else {
-    leave_registers<40>();
+    leave_registers<kOfCopying>();
     const int rows_of_part = static_cast<int>(flipped ? product.m : product.n);
     if (role.copies()) fill_parts<H>(map_rows, transposed, map_parts, rows_of_part, role);
   }

@@ -55,11 +55,25 @@ __device__ inline void arrive_at(uint32_t barrier, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank)) : "memory");
 }
 
-// Stores into the shared memory of a block of the cluster, and counts the bytes at a barrier of that block.
-__device__ inline void store_async(uint32_t to, const float* values, uint32_t barrier) {
+// Stores a vector into the shared memory of block `rank` of the cluster, and counts its bytes at a barrier there,
+// unless that is this block, where no other thread waits for it.
+__device__ __forceinline__ void send(uint32_t to, int rank, bool is_own, const float* values, uint32_t barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+      "{\n.reg .pred own;\nsetp.ne.b32 own, %6, 0;\n"
+      "@own st.shared.v4.f32 [%0], {%2, %3, %4, %5};\n"
+      "@!own st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%1], {%2, %3, %4, %5}, [%7];\n}" ::"r"(
+          to),
+      "r"(address_in(to, rank)), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]),
+      "r"(static_cast<int>(is_own)), "r"(address_in(barrier, rank))
+      : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, int rank, bool is_own, const double* values, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred own;\nsetp.ne.b32 own, %4, 0;\n"
+      "@own st.shared.v2.f64 [%0], {%2, %3};\n"
+      "@!own st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%1], {%2, %3}, [%5];\n}" ::"r"(to),
+      "r"(address_in(to, rank)), "d"(values[0]), "d"(values[1]), "r"(static_cast<int>(is_own)),
+      "r"(address_in(barrier, rank))
       : "memory");
 }
 
@@ -68,6 +82,15 @@ __device__ inline void load_shared(uint32_t from, float* values) {
                : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
                : "r"(from)
                : "memory");
+}
+__device__ inline void load_shared(uint32_t from, double* values) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(values[0]), "=d"(values[1]) : "r"(from) : "memory");
+}
+
+__device__ inline double load_double(uint32_t from) {
+  double value;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(from) : "memory");
+  return value;
 }
 
 __device__ inline float2 load_pair(uint32_t from) {
