@@ -58,7 +58,7 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     if k <= 16 or min(m, n) <= 16:
         return "so few multiply-adds an element that starting, and reading in small vectors, take most of the time"
     if dtype == torch.float64:
-        return "the loop of multiply-adds reaches nine tenths of cuBLAS's rate, and small tiles wait for their copies"
+        return "small tiles wait for their copies, and parts of k for their sums"
     if dtype == torch.float32:
         return "so small that splitting float32, or adding parts of k up, takes more time than multiplying"
     return "small tiles wait for the L2 cache, which gives a multiprocessor 64 bytes a cycle, and parts of k for their sums"

@@ -2,7 +2,7 @@
 //
 // Two numbers: 2 * N * K operations on N * K elements, so that it takes as long as reading the matrix.
 //
-// A sum is of 8 or 32 classes of k, each in ascending order; those are added up two by two. Where the matrix lies
+// A sum is of 8 to 32 classes of k, each in ascending order; those are added up two by two. Where the matrix lies
 // along k, a class is a lane's, which reads vectors of it; where it lies along rows, a thread's, which reads vectors of
 // columns.
 #pragma once
@@ -11,13 +11,7 @@
 
 namespace extension_cpp::matmul {
 
-constexpr int kVectorThreads = 256;
-
-// Elements of a vector, and rows of the matrix that a lane reads along k.
-template <class T>
-struct OfVector {
-  static constexpr int kVec = 16 / sizeof(T), kRows = 2;
-};
+constexpr int kVectorThreads = 256, kLeastClasses = 8, kMostClasses = 32;
 
 template <bool kAligned, class T, class V>
 __device__ __forceinline__ void load_vector(V (&to)[16 / sizeof(T)], const T* from, int64_t stride) {
@@ -47,37 +41,89 @@ __device__ __forceinline__ void load_shared_vectors(
   }
 }
 
-// Whole warps to so many lanes a row of the matrix as there are classes.
-template <class T, class V, bool kAligned>
-__global__ void __launch_bounds__(kVectorThreads)
+// Which part of k of which rows a block has: parts are the blocks of a cluster, or follow each other.
+struct PlaceOfVector {
+  bool in_cluster;
+  int splits, split;
+  int64_t first_row;
+
+  template <class T, class V>
+  __device__ PlaceOfVector(const Product<T, V>& product, const Tiling& tiling, int rows)
+      : in_cluster(product.partial == nullptr && tiling.splits() > 1), splits(static_cast<int>(tiling.splits())) {
+    const uint32_t tiles = static_cast<uint32_t>(tiling.tiles_n);
+    split = static_cast<int>(in_cluster ? blockIdx.x % splits : blockIdx.x / tiles);
+    first_row = int64_t(in_cluster ? blockIdx.x / splits : blockIdx.x % tiles) * rows;
+  }
+};
+
+// Stores the sums of a block's rows, which it has in shared memory: those of a cluster are added up first, in the order
+// of their parts of k.
+template <class T, class V>
+__device__ __forceinline__ void store_rows(
+    const Product<T, V>& product, const PlaceOfVector& at, int rows, const V* sums_of_block) {
+  __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  if (at.in_cluster) sync_cluster();
+#endif
+  for (int r = threadIdx.x; r < rows; r += blockDim.x) {
+    const int64_t row = at.first_row + r;
+    if (row >= product.n || (at.in_cluster && r % at.splits != at.split)) continue;
+    V sum = sums_of_block[r];
+    if (product.partial != nullptr) {
+      product.partial[at.split * product.partial_stride + row] = sum;
+      continue;
+    }
+#if __CUDA_ARCH__ >= 900
+    if (at.in_cluster) {
+      sum = 0;
+      for (int s = 0; s < at.splits; ++s) sum += load_from(sums_of_block + r, s);
+    }
+#endif
+    product.c[row * product.c_inner] = round_to<T>(sum);
+  }
+#if __CUDA_ARCH__ >= 900
+  if (at.in_cluster) sync_cluster();  // Others may still read here.
+#endif
+}
+
+// Whole warps to so many lanes a row of the matrix as there are classes; a lane reads kRows. Of blocks that a
+// multiprocessor holds there are enough for all to start at once, or clusters would wait for each other.
+template <class T, class V, bool kAligned, int kRows>
+__global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
     vector_along_k_kernel(Product<T, V> product, Tiling tiling, int classes) {
-  const int64_t split = blockIdx.x / tiling.tiles_n, block = blockIdx.x % tiling.tiles_n;
-  constexpr int kVec = OfVector<T>::kVec, kRows = OfVector<T>::kRows, kUnroll = kAligned ? 4 : 1;
-  const int lane = threadIdx.x % classes;
-  const int64_t row = (block * (kVectorThreads / classes) + threadIdx.x / classes) * kRows;
-  const int64_t begin = split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
+  constexpr int kVec = 16 / sizeof(T), kUnroll = kAligned ? 8 / kRows : 1, kLoads = kAligned ? 1 : kVec;
+  using Word = Words<16 / kLoads>;
+  __shared__ V sums_of_block[kVectorThreads / kLeastClasses * kRows];
+  const int rows = kVectorThreads / classes * kRows, lane = threadIdx.x % classes;
+  const PlaceOfVector at(product, tiling, rows);
+  const int64_t row = at.first_row + threadIdx.x / classes * kRows;
+  const int64_t begin = at.split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
   const int step = classes * kVec;
-  const T *x = product.a.data, *from[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) from[r] = product.b.data + min(row + r, product.n - 1) * product.b.outer;
+  const T *x = product.a.data, *first = product.b.data + min(row, product.n - 1) * product.b.outer;
+  const auto last = static_cast<int>(max(min(product.n - 1 - row, int64_t(kRows - 1)), int64_t(0)));
   V sums[kRows] = {};
   int64_t k = begin + lane * kVec;
   auto add = [&]<int kCount>(std::integral_constant<int, kCount>) {
-    V a[kCount][kVec], b[kCount][kRows][kVec];
+    V a[kCount][kVec];
+    Word words[kCount][kRows][kLoads];
     load_shared_vectors<kCount>(a, product.a, k, step);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        load_vector<kAligned>(b[u][r], from[r] + (k + u * step) * product.b.inner, product.b.inner);
+        const T* from = first + min(r, last) * product.b.outer + (k + u * step) * product.b.inner;
+#pragma unroll
+        for (int e = 0; e < kLoads; ++e) words[u][r][e] = *reinterpret_cast<const Word*>(from + e * product.b.inner);
       }
     }
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
+      for (int r = 0; r < kRows; ++r) {
+        T values[kVec];
+        memcpy(values, words[u][r], sizeof(values));
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) sums[r] = fma(a[u][e], b[u][r][e], sums[r]);
+        for (int e = 0; e < kVec; ++e) sums[r] = fma(a[u][e], static_cast<V>(values[e]), sums[r]);
       }
     }
     k += kCount * step;
@@ -89,7 +135,8 @@ __global__ void __launch_bounds__(kVectorThreads)
       const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        sums[r] = fma(factor, static_cast<V>(from[r][(k + e) * product.b.inner]), sums[r]);
+        const T value = first[min(r, last) * product.b.outer + (k + e) * product.b.inner];
+        sums[r] = fma(factor, static_cast<V>(value), sums[r]);
       }
     }
   }
@@ -98,25 +145,21 @@ __global__ void __launch_bounds__(kVectorThreads)
     for (int distance = classes / 2; distance > 0; distance /= 2) {
       sums[r] += __shfl_xor_sync(0xffffffff, sums[r], distance);
     }
-    if (lane != 0 || row + r >= product.n) continue;
-    if (product.partial != nullptr) {
-      product.partial[split * product.partial_stride + row + r] = sums[r];
-    } else {
-      product.c[(row + r) * product.c_inner] = round_to<T>(sums[r]);
-    }
+    if (lane == 0) sums_of_block[threadIdx.x / classes * kRows + r] = sums[r];
   }
+  store_rows(product, at, rows, sums_of_block);
 }
 
 // Blocks of as many threads for a vector of columns as there are classes.
 template <class T, class V, bool kAligned>
-__global__ void __launch_bounds__(kVectorThreads)
+__global__ void __launch_bounds__(kVectorThreads, 4)
     vector_along_rows_kernel(Product<T, V> product, Tiling tiling, int classes) {
-  const int64_t split = blockIdx.x / tiling.tiles_n, block = blockIdx.x % tiling.tiles_n;
-  constexpr int kVec = OfVector<T>::kVec, kUnroll = kAligned ? 8 / kVec : 1;
+  constexpr int kVec = 16 / sizeof(T), kUnroll = kAligned ? 8 / kVec : 1;
   __shared__ V shared[kVectorThreads][kVec];
   const int across = kVectorThreads / classes, own = threadIdx.x / across;
-  const int64_t row = (block * across + threadIdx.x % across) * kVec;
-  const int64_t begin = split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
+  const PlaceOfVector at(product, tiling, across * kVec);
+  const int64_t row = at.first_row + threadIdx.x % across * kVec;
+  const int64_t begin = at.split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
   const int step = classes * kVec;
   const T *x = product.a.data, *from = product.b.data + row * product.b.outer;
   V sums[kVec] = {};
@@ -179,35 +222,44 @@ __global__ void __launch_bounds__(kVectorThreads)
     }
     __syncthreads();
   }
-  if (own != 0) return;
+  if (own == 0) {
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    if (row + j >= product.n) continue;
-    if (product.partial != nullptr) {
-      product.partial[split * product.partial_stride + row + j] = sums[j];
-    } else {
-      product.c[(row + j) * product.c_inner] = round_to<T>(sums[j]);
-    }
+    for (int j = 0; j < kVec; ++j) shared[threadIdx.x][j] = sums[j];
   }
+  store_rows(product, at, across * kVec, shared[0]);
 }
 
 template <class T, class V>
 void multiply_vector(Launch& launch, const View& like, const Product<T, V>& product, const Device& device) {
-  constexpr int64_t kVec = OfVector<T>::kVec, kManyRows = 8192, kShort = 2048, kWorthASplit = 1024;
-  // Many short sums are better off with fewer classes, and few long ones with parts of k.
-  const int classes = product.n >= kManyRows && product.k <= kShort ? 8 : 32;
-  const int64_t chunk = classes * kVec, blocks = ceil_div(product.n, 128 / static_cast<int64_t>(sizeof(T)));
-  const int64_t splits = std::max<int64_t>(1, std::min(2 * device.processors / blocks, product.k / kWorthASplit));
+  constexpr int kVec = 16 / sizeof(T);
+  // Many sums are better off with fewer classes, as more of them lie side by side; so are short ones.
+  constexpr int64_t kManySums = 16384, kSomeSums = 4096, kShort = 128;
+  const bool is_short = product.n >= kSomeSums && product.k <= kShort;
+  const int classes = is_short ? kLeastClasses : product.n >= kManySums ? kMostClasses / 2 : kMostClasses;
+  const int64_t chunk = int64_t(classes) * kVec;
+  // Parts of k are as many as fill the device; those that a cluster can't hold are long enough to be worth a pass.
+  constexpr int64_t kOfProcessor = sizeof(T) == 8 ? 3 : 2, kLeastPart = 128, kWorthAPass = 1024;
+  const int64_t blocks = ceil_div(product.n, kVectorThreads / classes * kVec), most = kOfProcessor * device.processors;
+  const int64_t wanted = (most + blocks / 2) / blocks, in_cluster = device.has_clusters() ? kMostInCluster : 1;
+  int64_t splits = std::min(wanted, product.k / std::max(kLeastPart, chunk));
+  if (splits > in_cluster) splits = std::max(in_cluster, std::min(wanted, product.k / kWorthAPass));
+  splits = std::max<int64_t>(splits, 1);
   const bool along_rows = product.b.outer == 1 && product.b.inner != 1;
-  const int64_t rows = kVectorThreads / classes * (along_rows ? kVec : OfVector<T>::kRows);
-  const Plan plan{
-      0, {1, ceil_div(product.n, rows), product.k, ceil_div(ceil_div(product.k, splits), chunk) * chunk}, 0};
+  const bool vectors = reinterpret_cast<uintptr_t>(product.b.data) % 16 == 0 &&
+                       (along_rows ? product.b.inner % kVec == 0 : product.b.inner == 1 && product.b.outer % kVec == 0);
+  // Along k, a lane that reads more rows reads less of the vector, where blocks fill the device.
+  constexpr int kFewRows = 2;
+  const bool many = vectors && blocks * splits >= device.processors;
+  const int64_t rows = kVectorThreads / classes * (along_rows || many ? kVec : kFewRows);
+  const Tiling tiling{1, ceil_div(product.n, rows), product.k, ceil_div(ceil_div(product.k, splits), chunk) * chunk};
+  const Plan plan{0, tiling, 0, tiling.splits() <= in_cluster};
   with_splits(launch, like, product, device, plan, [&](const Product<T, V>& p, const Plan& plan) {
-    const bool vectors = reinterpret_cast<uintptr_t>(p.b.data) % 16 == 0 &&
-                         (along_rows ? p.b.inner % kVec == 0 : p.b.inner == 1 && p.b.outer % kVec == 0);
     auto* kernel = along_rows ? (vectors ? vector_along_rows_kernel<T, V, true> : vector_along_rows_kernel<T, V, false>)
-                              : (vectors ? vector_along_k_kernel<T, V, true> : vector_along_k_kernel<T, V, false>);
-    launch(kernel, plan.tiling.count(), kVectorThreads, 0, p, plan.tiling, classes);
+                   : many     ? vector_along_k_kernel<T, V, true, kVec>
+                   : vectors  ? vector_along_k_kernel<T, V, true, kFewRows>
+                              : vector_along_k_kernel<T, V, false, kFewRows>;
+    const int cluster = plan.in_cluster ? static_cast<int>(plan.tiling.splits()) : 1;
+    launch.clusters(kernel, plan.tiling.count(), cluster, kVectorThreads, 0, false, p, plan.tiling, classes);
   });
 }
 
