@@ -258,7 +258,7 @@ def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
     sets = input_sets(case, inputs, clock)
     functions = {**case.contenders, **({PART: case.part} if case.part else {})}
     calls = {name: rotated(function, sets) for name, function in functions.items()}
-    if case.device == "cpu" and case.bytes:  # The CPU's memory is faster at times, where others use it too: its limit is one of the same rounds.
+    if case.device == "cpu" and case.bytes:  # Others use the memory too: at times it is faster by half.
         copied = [(torch.ones(case.bytes // 8), torch.empty(case.bytes // 8)) for _ in sets]
         calls[COPY] = rotated(lambda source, target: target.copy_(source), copied)
     for call in calls.values() if len(sets) > 1 else ():

@@ -146,7 +146,8 @@ def page(found: list[Results]) -> str:
     text += (
         " in which ours and its peers\ntake turns. The limit is the time that a case's bytes or operations take at the"
     )
-    text += " machine's rates, or that of a part\nthat can't be left out, as a sort: all measured in the same run.\n"
+    text += " machine's rates, or that of a part\nthat can't be left out, as a sort: all measured in the same run."
+    text += " On the CPU, that of the bytes is the time of a copy\nof as many, which takes turns with the others too.\n"
     operators = [results for results in found if results.of_operators]
     if operators:
         text += (
