@@ -220,7 +220,6 @@ __global__ void __launch_bounds__(kVectorThreads, 4)
 #pragma unroll
       for (int j = 0; j < kVec; ++j) sums[j] += shared[threadIdx.x + distance * across][j];
     }
-    __syncthreads();
   }
   if (own == 0) {
 #pragma unroll
