@@ -60,8 +60,8 @@ class Results:
     def limit(self, record: dict) -> float | None:
         """The least seconds a case can take on its machine: to move its bytes, to do its operations, or a part of them."""
         ceilings = self.header["ceilings"]
-        moved = record.get("copy", record["bytes"] / ceilings["bytes"] if record["bytes"] else 0.0)
-        seconds = max(moved, record.get("part", 0.0))
+        seconds = record.get("copy") or (record["bytes"] / ceilings["bytes"] if record["bytes"] else 0.0)
+        seconds = max(seconds, record.get("part", 0.0))
         if record["operations"]:
             seconds = max(seconds, record["operations"] / ceilings["operations"][record["dtype"] or "float32"])
         return seconds or None

@@ -50,16 +50,18 @@ def behind(found: list[Results]) -> list[str]:
 
 
 def table(results: Results) -> Table:
-    """A row a case: our time, its share of what the machine can do, and how many times longer each peer takes."""
+    """A row a case: our time, its share of what the machine can do if that was measured, and how many times longer each
+    peer takes."""
     shown = Table(title=f"{results.family}, {describe(results)}", title_justify="left")
+    with_limits = any(map(results.limit, results.records))
     for column in ("operator", "case"):
         shown.add_column(column)
-    for column in ("ours", "of the limit"):
+    for column in ("ours", *["of the limit"] * with_limits):
         shown.add_column(column, justify="right")
     shown.add_column("times ours")
     for (op, name), (ours, *peers) in results.cases().items():
         limit = results.limit(ours)
-        share = f"{limit / ours['median']:.0%}" if limit else ""
+        share = [f"{limit / ours['median']:.0%}" if limit else ""] * with_limits
         ratios = ", ".join(f"{peer['contender']} {times(peer['ratio'])}" for peer in peers)
-        shown.add_row(op, name, readable(ours["median"], ours["unit"]), share, ratios)
+        shown.add_row(op, name, readable(ours["median"], ours["unit"]), *share, ratios)
     return shown
