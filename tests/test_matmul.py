@@ -195,7 +195,7 @@ class TestValues:
 
     def test_large_layouts(self, device, dtype):
         """The same bits from every layout, in sizes that are worth the fastest kernels."""
-        sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129)]
+        sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129), (1, 4096, 1000), (1, 100, 20_000)]
         if device == "cuda":  # Where factors are copied first, and where tiles are widest.
             sizes += [(1027, 512, 1030), (4096, 64, 4096)]
         for m, k, n in sizes:

@@ -257,8 +257,12 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
                    : many     ? vector_along_k_kernel<T, V, true, kVec>
                    : vectors  ? vector_along_k_kernel<T, V, true, kFewRows>
                               : vector_along_k_kernel<T, V, false, kFewRows>;
-    const int cluster = plan.in_cluster ? static_cast<int>(plan.tiling.splits()) : 1;
-    launch.clusters(kernel, plan.tiling.count(), cluster, kVectorThreads, 0, false, p, plan.tiling, classes);
+    const auto splits = static_cast<int>(plan.tiling.splits());
+    if (plan.in_cluster && splits > 1) {
+      launch.clusters(kernel, plan.tiling.count(), splits, kVectorThreads, 0, false, p, plan.tiling, classes);
+    } else {  // Also of GPUs that have no clusters.
+      launch(kernel, plan.tiling.count(), kVectorThreads, 0, p, plan.tiling, classes);
+    }
   });
 }
 
