@@ -40,8 +40,8 @@ Tensor sorted_order(Launch& launch, const View& scores) {
   return descending(plain);
 }
 
-// The same of any number.
-Tensor visiting_order(Launch& launch, const View& scores) {
+// The same of any number. What `zeroed` points to is set to as many zeros.
+Tensor visiting_order(Launch& launch, const View& scores, uint64_t* zeroed, uint32_t zeros) {
   const int64_t n = scores.numel;
   // A float32 has every value of these.
   const auto is = [&](auto... dtypes) { return ((scores.dtype == dtypes) || ...); };
@@ -49,6 +49,7 @@ Tensor visiting_order(Launch& launch, const View& scores) {
   const bool is_short = is(aoti_torch_dtype_uint8(), aoti_torch_dtype_int8(), aoti_torch_dtype_int16());
   if (n > kMostToRank || !(is_float32 || is_half || is_short)) {
     const bool is_floating = is_float32 || is_half || scores.dtype == dtypes::kFloat64;
+    if (zeros > 0) launch.zero(zeroed, zeros * sizeof(*zeroed));
     return is_floating ? sorted_order(launch, scores) : descending(*scores.tensor);
   }
   const Tensor wide =
@@ -60,7 +61,7 @@ Tensor visiting_order(Launch& launch, const View& scores) {
   auto run = [&](auto* kernel, int64_t each) {
     launch(
         kernel, ceil_div(n, kWarp * each), kRankThreads, 0, data, stride, static_cast<uint32_t>(n),
-        order.mutable_data_ptr<int64_t>());
+        order.mutable_data_ptr<int64_t>(), zeroed, zeros);
   };
   if (ceil_div(n, kWarp) <= kMostBlocks) {
     run(rank_kernel<1>, 1);
@@ -70,19 +71,27 @@ Tensor visiting_order(Launch& launch, const View& scores) {
   return order;
 }
 
+// Device memory of decide_kernel, which starts as zeros: a ticket, and what is decided of each tile.
+struct Decisions {
+  explicit Decisions(const View& boxes)
+      : count(1 + tiles_of(boxes.sizes[0])), memory(empty(boxes, aoti_torch_dtype_int64(), count)) {}
+
+  uint64_t* data() const { return static_cast<uint64_t*>(memory.mutable_data_ptr()); }
+
+  int64_t count;
+  Tensor memory;
+};
+
 template <class T>
 void select_few(
     Launch& launch, const Source<T>& source, const View& boxes, const int64_t* order, Classes classes,
-    const Threshold<typename Source<T>::V>& threshold, const Out& out) {
+    const Threshold<typename Source<T>::V>& threshold, uint64_t* decisions, const Out& out) {
   const uint32_t n = boxes.sizes[0];
-  const int64_t tiles = tiles_of(n), pairs = tiles * (tiles + 1) / 2;
-  const Tensor memory = empty(boxes, aoti_torch_dtype_int32(), tiles * tiles * kWarp);
-  auto* mask = static_cast<uint32_t*>(memory.mutable_data_ptr());
+  const int64_t tiles = tiles_of(n);
   launch(
-      classes.values ? mask_kernel<true, T> : mask_kernel<false, T>, ceil_div(pairs, kMaskThreads / kWarp),
-      kMaskThreads, 0, source, order, classes, n, threshold, mask);
-  const int64_t threads = std::min<int64_t>(ceil_div(tiles, 2) * kWarp, kDecideThreads);
-  launch(decide_kernel, 1, static_cast<int>(threads), 0, mask, order, n, out.indices, out.count);
+      classes.values ? decide_kernel<true, T> : decide_kernel<false, T>, tiles,
+      static_cast<int>(std::min<int64_t>(tiles * kWarp, kDecideThreads)), tiles * sizeof(Suppressors), source, order,
+      classes, n, threshold, reinterpret_cast<uint32_t*>(decisions), decisions + 1, out.indices, out.count);
 }
 
 template <class T, class V = typename Source<T>::V>
@@ -114,8 +123,10 @@ void select_many(
 
 void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
   const View& boxes = call.views[0];
-  const int64_t n = boxes.sizes[0];
-  const Tensor order_of = visiting_order(launch, call.views[1]);
+  std::optional<Decisions> decisions;
+  if (boxes.sizes[0] <= kFewBoxes) decisions.emplace(boxes);
+  uint64_t* const zeroed = decisions ? decisions->data() : nullptr;
+  const Tensor order_of = visiting_order(launch, call.views[1], zeroed, decisions ? decisions->count : 0);
   const int64_t* order = order_of.const_data_ptr<int64_t>();
   Classes classes;
   std::optional<Tensor> wide;
@@ -126,7 +137,11 @@ void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_
   dispatch(Floating(), boxes.op, boxes.dtype, [&]<class T>(T) {
     const Source<T> source{static_cast<const T*>(boxes.tensor->const_data_ptr()), boxes.strides[0], boxes.strides[1]};
     const Threshold<typename Source<T>::V> threshold(iou_threshold);
-    (n <= kFewBoxes ? select_few<T> : select_many<T>)(launch, source, boxes, order, classes, threshold, out);
+    if (decisions) {
+      select_few<T>(launch, source, boxes, order, classes, threshold, zeroed, out);
+    } else {
+      select_many<T>(launch, source, boxes, order, classes, threshold, out);
+    }
   });
 }
 

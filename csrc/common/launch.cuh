@@ -1,6 +1,7 @@
 // What every launch needs: the tensor's device, PyTorch's current stream there, a grid that fits, and a check.
 #pragma once
 
+#include <chrono>
 #include <mutex>
 #include <vector>
 
@@ -191,6 +192,7 @@ class HostNumber {
     }
     number_ = free.back();
     free.pop_back();
+    *static_cast<volatile int64_t*>(number_) = kUnwritten;
   }
 
   // What no kernel may still write to is there for the next call.
@@ -204,10 +206,17 @@ class HostNumber {
 
   int64_t* pointer() const { return number_; }
 
+  // Returns once it is written, which the driver would tell some microseconds later. What takes longer may have failed,
+  // which the driver tells.
   int64_t wait() {
-    launch_.wait();
+    constexpr std::chrono::microseconds kMost(200);
+    const auto begin = std::chrono::steady_clock::now();
+    auto number = [&] { return *static_cast<volatile int64_t*>(number_); };
+    while (number() == kUnwritten && std::chrono::steady_clock::now() - begin < kMost) {
+    }
+    if (number() == kUnwritten) launch_.wait();
     is_written_ = true;
-    return *static_cast<volatile int64_t*>(number_);
+    return number();
   }
 
  private:
@@ -220,6 +229,8 @@ class HostNumber {
     static auto* const pool = new Pool;  // Never destroyed, as a thread may outlive what is.
     return *pool;
   }
+
+  static constexpr int64_t kUnwritten = -1;
 
   const Launch& launch_;
   int64_t* number_;

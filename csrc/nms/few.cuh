@@ -1,7 +1,7 @@
 // nms of few boxes on CUDA, without a grid: each pair is tested.
 //
 // rank_kernel counts for each box those that are visited before it: a comparison a pair takes less time than the passes
-// of a sort, up to some ten thousand boxes. mask_kernel tests each pair, and decide_kernel goes through the ranks.
+// of a sort, up to some ten thousand boxes. decide_kernel tests each pair and decides each box.
 #pragma once
 
 #include "../common/elementwise.cuh"
@@ -13,54 +13,62 @@ namespace extension_cpp::nms {
 namespace {
 
 constexpr int64_t kFewBoxes = 4096, kMostToRank = 16384;
-constexpr int kRankThreads = 1024, kMaskThreads = 128, kDecideThreads = 1024;
+constexpr int kRankThreads = 1024, kDecideThreads = 512;
 
-// A number that is less the earlier a box is visited, and no two are equal.
-__device__ __forceinline__ uint64_t visit_key(float score, uint32_t index) {
+// Less for a box that is visited earlier; of boxes with the same one, the first is.
+__device__ __forceinline__ uint32_t visit_key(float score) {
   const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 and 0 are equal.
   // Of positive numbers a greater one has greater bits, of negative ones the other way round; NaN comes first.
-  const uint32_t key = score != score ? 0 : bits >> 31 ? bits : 0x7fffffff - bits;
-  return static_cast<uint64_t>(key) << 32 | index;
+  return score != score ? 0 : bits >> 31 ? bits : 0x7fffffff - bits;
 }
 
 // order[r]: the index of the box of rank r. A block ranks kWarp * kEach boxes, and each of its warps compares them with
-// a part of all boxes.
+// a part of all boxes. Also sets `zeros` of what `zeroed` points to.
 template <int kEach>
 __global__ void __launch_bounds__(kRankThreads)
-    rank_kernel(const float* scores, int64_t stride, uint32_t n, int64_t* order) {
+    rank_kernel(const float* scores, int64_t stride, uint32_t n, int64_t* order, uint64_t* zeroed, uint32_t zeros) {
   constexpr uint32_t kNever = 0xffffffff, kPart = 2048;
-  __shared__ __align__(16) uint64_t keys[kPart];
+  __shared__ __align__(16) uint32_t keys[kPart];
   __shared__ uint32_t ranks[kWarp * kEach];
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kWarp * kEach + lane;
-  uint64_t own[kEach];
-  uint32_t before[kEach] = {};
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kWarp * kEach;
+  uint32_t own[kEach], before[kEach] = {};
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
-    const uint32_t i = first + e * kWarp;
-    own[e] = i < n ? visit_key(scores[i * stride], i) : 0;
+    const uint32_t i = first + e * kWarp + lane;
+    own[e] = i < n ? visit_key(scores[i * stride]) : kNever;
+    // Those before it in its own tile of 32 that have the same key.
+    const uint32_t same = __match_any_sync(kAll, own[e]);
+    if (warp == 0) ranks[e * kWarp + lane] = __popc(same & ((1u << lane) - 1));
   }
-  if (threadIdx.x < kWarp * kEach) ranks[threadIdx.x] = 0;
+  if (blockIdx.x == 0) {
+    for (uint32_t k = threadIdx.x; k < zeros; k += kRankThreads) zeroed[k] = 0;
+  }
   for (uint32_t begin = 0; begin < n; begin += kPart) {
     __syncthreads();
     for (uint32_t k = threadIdx.x; k < kPart; k += kRankThreads) {
       const uint32_t i = begin + k;
-      keys[k] = i < n ? visit_key(scores[i * stride], i) : static_cast<uint64_t>(kNever) << 32 | kNever;
+      keys[k] = i < n ? visit_key(scores[i * stride]) : kNever;
     }
     __syncthreads();
     const uint32_t end = min(kPart, n - begin);
     for (uint32_t tile = warp * kWarp; tile < end; tile += kRankThreads) {
-#pragma unroll 8
-      for (int k = 0; k < kWarp; k += 2) {
-        const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(keys + tile + k);
+      uint32_t limit[kEach];  // In the tiles before its own, equal ones are before it.
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) before[e] += (two.x < own[e]) + (two.y < own[e]);
+      for (int e = 0; e < kEach; ++e) limit[e] = own[e] + (begin + tile < first + e * kWarp);
+#pragma unroll
+      for (int k = 0; k < kWarp; k += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(keys + tile + k);
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          before[e] += (four.x < limit[e]) + (four.y < limit[e]) + (four.z < limit[e]) + (four.w < limit[e]);
+        }
       }
     }
   }
 #pragma unroll
   for (int e = 0; e < kEach; ++e) atomicAdd(ranks + e * kWarp + lane, before[e]);
   __syncthreads();
-  const uint32_t i = blockIdx.x * kWarp * kEach + threadIdx.x;
+  const uint32_t i = first + threadIdx.x;
   if (threadIdx.x < kWarp * kEach && i < n) order[ranks[threadIdx.x]] = i;
 }
 
@@ -68,107 +76,159 @@ __host__ __device__ inline int64_t tiles_of(int64_t n) {
   return ceil_div(n, kWarp);
 }
 
-// mask[w][j], for tiles of 32 ranks: which of the boxes of tile w suppress that of rank j, for those before j. A warp
-// takes a pair of tiles, a lane a rank j.
-template <bool kBatched, class T>
-__global__ void __launch_bounds__(kMaskThreads) mask_kernel(
-    Source<T> source, const int64_t* order, Classes classes, uint32_t n, Threshold<typename Source<T>::V> threshold,
-    uint32_t* mask) {
-  using V = typename Source<T>::V;
-  constexpr int kWarps = kMaskThreads / kWarp;
-  __shared__ Box<V> boxes[kWarps][kWarp];
-  __shared__ int64_t classes_of[kBatched ? kWarps : 1][kWarp];
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, pair = blockIdx.x * kWarps + warp;
-  // Pairs are numbered by rows of the triangle: those of tile t begin at t (t + 1) / 2.
-  uint32_t tile = (sqrtf(8.0f * pair + 1) - 1) / 2;
-  if ((tile + 1) * (tile + 2) / 2 <= pair) ++tile;
-  if (tile * (tile + 1) / 2 > pair) --tile;
-  const uint32_t other_tile = pair - tile * (tile + 1) / 2;
-  if (tile >= tiles_of(n)) return;
-  const uint32_t rank = tile * kWarp + lane, other = other_tile * kWarp + lane;
-  const int64_t index = rank < n ? order[rank] : order[0], other_index = other < n ? order[other] : index;
-  boxes[warp][lane] = source.box(other_index);
-  if constexpr (kBatched) classes_of[warp][lane] = classes[other_index];
-  const Test<V> suppresses(threshold, source.box(index));
-  const int64_t class_of_box = kBatched ? classes[index] : 0;
-  __syncwarp();
-  uint32_t bits = 0;
-#pragma unroll 4
-  for (int k = 0; k < kWarp; ++k) {
-    const bool same_class = !kBatched || classes_of[warp][k] == class_of_box;
-    bits |= static_cast<uint32_t>(suppresses(boxes[warp][k]) && same_class) << k;
-  }
-  if (tile == other_tile) bits &= (1u << lane) - 1;
-  mask[other_tile * tiles_of(n) * kWarp + rank] = bits;
+// A number of each box. Where one box suppresses another, the area of their intersection is at least the sum of both
+// numbers: with an IoU above t it is above t / (1 + t) of the sum of the areas, and rounding is far below what is taken
+// off. What passes may still not suppress.
+template <class V>
+__device__ __forceinline__ V least_overlap(const Threshold<V>& threshold, const Box<V>& box) {
+  if (!threshold.prunes) return -Limits<V>::infinity;
+  if (!threshold.takes_part(box)) return Limits<V>::infinity;
+  constexpr V kTiny = sizeof(V) == 4 ? V(0x1p-100) : V(0x1p-960);  // Where numbers have fewer bits.
+  return V(0.999) * (threshold.iou / (1 + threshold.iou)) * area(box) - kTiny;
 }
 
-// One block. A warp has every so many-th pair of tiles, takes out what the tiles before suppress as soon as each is
-// decided, and decides its own. What a pair waits for is the pair before, which takes some hundred cycles and no
-// barrier: racecheck, which knows no order but that of barriers, reports each access to `decided` before the last of
-// them.
-__global__ void __launch_bounds__(kDecideThreads, 1)
-    decide_kernel(const uint32_t* mask, const int64_t* order, uint32_t n, int64_t* out, int64_t* count) {
-  constexpr int kMostTiles = kFewBoxes / kWarp, kAhead = 8;
-  constexpr uint32_t kNext = 2;                     // So many pairs ahead a warp doesn't sleep while it waits.
-  constexpr uint64_t kDecided = uint64_t{1} << 32;  // Above a tile's bits, for one access to both.
-  __shared__ uint64_t decided[kMostTiles];
+// An entry of the lists of a block's 32 boxes, of which each has one for every tile whose boxes suppress it, in any
+// order: which boxes do, and which tile that is.
+struct Suppressors {
+  uint32_t boxes[kWarp];
+  uint16_t tile[kWarp];
+};
+
+// A block decides a tile of 32 ranks, a lane a rank. Its warps test the boxes of each tile before, then one warp waits
+// for those that suppress one of the block's, and decides: a box is dropped once one that is kept suppresses it, and
+// kept once all that suppress it are dropped. What is decided of a tile is one number, the boxes decided above those
+// kept, and is written for others as it grows. It is final once written, so that no access to it needs an order. Why it
+// ends: blocks draw tiles in order, so the first box that is undecided is in a running block, and waits for none.
+template <bool kBatched, class T>
+__global__ void __launch_bounds__(kDecideThreads) decide_kernel(
+    Source<T> source, const int64_t* order, Classes classes, uint32_t n, Threshold<typename Source<T>::V> threshold,
+    uint32_t* ticket, uint64_t* decided, int64_t* out, int64_t* count) {
+  using V = typename Source<T>::V;
+  constexpr int kMostTiles = kFewBoxes / kWarp, kWarps = kDecideThreads / kWarp;
+  constexpr uint32_t kLooks = 2;  // Where a lane waits for more tiles, what is decided of all is read at once.
+  extern __shared__ Suppressors suppressors[];
+  __shared__ Box<V> boxes[kWarps][kWarp];  // For each warp: those of a tile, which may suppress the block's.
+  __shared__ V least[kWarps][kWarp];
+  __shared__ int64_t classes_of[kBatched ? kWarps : 1][kWarp];
+  __shared__ uint32_t drawn, listed[kWarp], within[kWarp], total;
+  __shared__ uint64_t seen[kMostTiles];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-  const uint32_t tiles = tiles_of(n), stride = tiles * kWarp;
-  for (uint32_t t = threadIdx.x; t < kMostTiles; t += blockDim.x) decided[t] = 0;
+  if (warp == 0) {
+    if (lane == 0) drawn = atomicAdd(ticket, 1u);
+    listed[lane] = 0;
+  }
   __syncthreads();
-  auto decision = [&](uint32_t tile) { return *static_cast<volatile uint64_t*>(decided + tile); };
-  for (uint32_t pair = warp; 2 * pair < tiles; pair += warps) {
-    const uint32_t a = 2 * pair * kWarp + lane, b = a + kWarp;  // ranks of this lane
-    const bool has_b = 2 * pair + 1 < tiles;                    // Only the last pair may lack it.
-    const uint32_t* const own = mask + 2 * pair * stride;
-    const uint32_t a_by_a = own[a], b_by_a = has_b ? own[b] : 0, b_by_b = has_b ? own[stride + b] : 0;
-    uint32_t hit_a = a >= n, hit_b = b >= n;
-    for (uint32_t begin = 0; begin < pair; begin += kAhead) {
-      uint32_t words[kAhead][4] = {};
+  const uint32_t tile = drawn, rank = tile * kWarp + lane;
+  const int64_t index = order[min(rank, n - 1)];
+  const Box<V> box = source.box(index);
+  const V area_of_box = area(box), least_of_box = rank < n ? least_overlap(threshold, box) : Limits<V>::infinity;
+  const int64_t class_of_box = kBatched ? classes[index] : 0;
+  auto look = [&](uint32_t t) { return *static_cast<volatile uint64_t*>(decided + t); };
+  for (uint32_t other_tile = warp; other_tile <= tile; other_tile += warps) {
+    const int64_t other_index = order[min(other_tile * kWarp + lane, n - 1)];
+    const Box<V> other_box = source.box(other_index);
+    __syncwarp();
+    boxes[warp][lane] = other_box;
+    least[warp][lane] = least_overlap(threshold, other_box);
+    if constexpr (kBatched) classes_of[warp][lane] = classes[other_index];
+    __syncwarp();
+    uint32_t rest = 0;
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (begin + k >= pair) continue;
-        const uint32_t* const from = mask + 2 * (begin + k) * stride;
-        words[k][0] = from[a], words[k][1] = from[stride + a];
-        if (has_b) words[k][2] = from[b], words[k][3] = from[stride + b];
+    for (int k = 0; k < kWarp; ++k) {
+      rest |= static_cast<uint32_t>(intersection(boxes[warp][k], box) >= least[warp][k] + least_of_box) << k;
+    }
+    if (other_tile == tile) rest &= (1u << lane) - 1;
+    uint32_t by = 0;  // Those that suppress the lane's box.
+    for (; rest != 0; rest &= rest - 1) {
+      const int k = __ffs(rest) - 1;
+      if (kBatched && classes_of[warp][k] != class_of_box) continue;
+      const Box<V> other = boxes[warp][k];
+      if (threshold.exceeded(area_of_box, area(other), intersection(box, other))) by |= 1u << k;
+    }
+    if (other_tile == tile) {
+      within[lane] = by;
+    } else if (by != 0) {
+      Suppressors& next = suppressors[atomicAdd(listed + lane, 1u)];
+      next.boxes[lane] = by;
+      next.tile[lane] = other_tile;
+    }
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t by_own = within[lane];
+    uint32_t left = rank < n ? listed[lane] : 0, written = 0, known = 0, kept = 0;
+    uint32_t kept_if_dropped = 0, kept_else = 0;  // Of the one box that waits, once `foreseen`.
+    bool dropped = rank >= n, foreseen = false;
+    while (true) {
+      const bool few = __all_sync(kAll, left <= kLooks);
+      if (!few) {
+        __syncwarp();  // All have read what was seen before.
+        for (uint32_t t = lane; t < tile; t += kWarp) seen[t] = look(t);
+        __syncwarp();
       }
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (begin + k >= pair) break;
-        uint64_t first, second;
-        while (true) {
-          first = decision(2 * (begin + k)), second = decision(2 * (begin + k) + 1);
-          if (first != 0 && second != 0) break;
-          if (begin + k + kNext < pair) __nanosleep(20);  // Else those that wait take the turns of the one that works.
+      bool drops = false;
+      for (uint32_t k = 0; k < left;) {
+        const uint32_t by = suppressors[k].boxes[lane], from = suppressors[k].tile[lane];
+        const uint64_t state = few ? look(from) : seen[from];
+        if (by & static_cast<uint32_t>(state)) {
+          drops = true;
+          left = 0;
+        } else if (by & ~static_cast<uint32_t>(state >> 32)) {
+          ++k;
+        } else {  // All are dropped: the last of the list takes its place.
+          --left;
+          suppressors[k].tile[lane] = suppressors[left].tile[lane];
+          suppressors[k].boxes[lane] = suppressors[left].boxes[lane];
         }
-        const auto kept_a = static_cast<uint32_t>(first), kept_b = static_cast<uint32_t>(second);
-        hit_a |= (words[k][0] & kept_a) | (words[k][1] & kept_b);
-        hit_b |= (words[k][2] & kept_a) | (words[k][3] & kept_b);
       }
+      dropped = dropped || drops;
+      const uint32_t waiting = __ballot_sync(kAll, left != 0);
+      if (foreseen) {
+        if (waiting != 0) continue;
+        kept = __any_sync(kAll, drops) ? kept_if_dropped : kept_else;
+        known = kAll;
+      }
+      uint32_t last = ~known;
+      while (known != kAll && known != last) {  // As many turns as the longest chain in the tile has links.
+        last = known;
+        const bool drop = dropped || (by_own & kept) != 0, keep = !drop && left == 0 && (by_own & ~known) == 0;
+        kept = __ballot_sync(kAll, keep);
+        known = __ballot_sync(kAll, drop || keep);
+      }
+      if (known != written && lane == 0) {
+        *static_cast<volatile uint64_t*>(decided + tile) = static_cast<uint64_t>(known) << 32 | kept;
+      }
+      if (known == kAll) break;
+      if (known == written && __popc(waiting) == 1) {
+        // As in a long chain: what follows from either answer is found while it waits.
+        const uint32_t out = __ballot_sync(kAll, dropped);
+        for (int k = 0; k < kWarp; ++k) {
+          const uint32_t by = within[k], bit = 1u << k;
+          if ((by & kept_if_dropped) == 0 && !((out | waiting) & bit)) kept_if_dropped |= bit;
+          if ((by & kept_else) == 0 && !(out & bit)) kept_else |= bit;
+        }
+        foreseen = true;
+      }
+      written = known;
     }
-    // Of the ranks in the pair, those that nothing kept suppresses: after as many turns as the longest chain has links.
-    uint32_t last_a, last_b, now_a = __ballot_sync(kAll, hit_a == 0), now_b = __ballot_sync(kAll, hit_b == 0);
+    uint32_t before;
+    bool complete;
     do {
-      last_a = now_a, last_b = now_b;
-      now_a = __ballot_sync(kAll, hit_a == 0 && (a_by_a & last_a) == 0);
-      now_b = __ballot_sync(kAll, hit_b == 0 && ((b_by_a & last_a) | (b_by_b & last_b)) == 0);
-    } while (now_a != last_a || now_b != last_b);
-    if (lane < 2) *static_cast<volatile uint64_t*>(decided + 2 * pair + lane) = kDecided | (lane == 0 ? now_a : now_b);
+      complete = true, before = 0;
+      for (uint32_t t = lane; t < tile; t += kWarp) {
+        const uint64_t state = look(t);
+        before += __popc(static_cast<uint32_t>(state));
+        complete = complete && static_cast<uint32_t>(state >> 32) == kAll;
+      }
+    } while (!__all_sync(kAll, complete));
+    before = warp_sum(before);
+    if (kept >> lane & 1) out[before + __popc(kept & ((1u << lane) - 1))] = order[rank];
+    if (lane == 0) total = before + __popc(kept);
   }
+  if (tile + 1 < tiles_of(n)) return;
   __syncthreads();
-  for (uint32_t tile = warp; tile < tiles; tile += warps) {
-    uint32_t before = 0, all = 0;
-    for (uint32_t t = lane; t < tiles; t += kWarp) {
-      const uint32_t ones = __popc(static_cast<uint32_t>(decided[t]));
-      all += ones;
-      if (t < tile) before += ones;
-    }
-    before = warp_sum(before), all = warp_sum(all);
-    const uint32_t rank = tile * kWarp + lane, ones = decided[tile];
-    if (ones >> lane & 1) out[before + __popc(ones & ((1u << lane) - 1))] = order[rank];
-    if (rank >= all && rank < n) out[rank] = -1;
-    if (rank == 0) *count = all;
-  }
+  for (uint32_t i = total + threadIdx.x; i < n; i += blockDim.x) out[i] = -1;
+  if (threadIdx.x == 0) *count = total;
 }
 
 }  // namespace
