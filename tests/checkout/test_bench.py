@@ -273,14 +273,16 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "muladd since abc1234" in printed and "slower" in printed
 
-    @pytest.mark.parametrize("machine", ["quiet", "busy"])
+    @pytest.mark.parametrize("machine", ["quiet", "busy", "another of that name"])
     @pytest.mark.parametrize("slowdown", [1, 3])
     def test_the_short_form_notices_a_slowdown(self, slowdown, machine, clock, monkeypatch, capsys):
-        """One that is planted, and decides nothing while other processes use the machine."""
+        """One that is planted, and decides nothing while other processes use the machine, or on another processor."""
         both = {OURS: clock.taking(0.02 * slowdown), "peer": clock.taking(0.02)}
         planted = case(short=True, contenders=both)
         name = {"case": "forward, one thread"}
-        header = {"schema": records.SCHEMA, "machine": "the same"}
+        header = {"schema": records.SCHEMA, "machine": "the same", "ceilings": {"operations": {"float32": 500e9}}}
+        rate = 100e9 if machine == "another of that name" else 400e9
+        monkeypatch.setattr(limits, "multiply_adds", lambda dtype, clock: rate)
         then = Results(header, [{"op": "op", **name, "contender": OURS}, record(1, 0.99, 1.01) | name])
         monkeypatch.setattr(records, "machine", lambda device: "the same")
         monkeypatch.setattr(command, "cases", lambda family, device: iter([planted]))
@@ -292,10 +294,11 @@ class TestCommand:
         status = command.main(["--check", "--op", "muladd", "--device", "cpu"], clock, watched)
         said = " ".join(capsys.readouterr().out.split())
         assert status == (slowdown > 1 and machine == "quiet")
-        assert ("slower: op: forward, one thread: peer takes" in said) == (slowdown > 1)
+        assert ("slower: op: forward, one thread: peer takes" in said) == (slowdown > 1 and rate != 100e9)
         assert ("nothing is decided, as the machine is busy: this process had a CPU for 30%" in said) == (
             machine == "busy"
         )
+        assert ("of one with 500 GFLOP/s in float32, where this one does 100" in said) == (rate == 100e9)
 
 
 class TestLoad:
