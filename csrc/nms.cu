@@ -40,7 +40,7 @@ Tensor sorted_order(Launch& launch, const View& scores) {
   return descending(plain);
 }
 
-// The same of any number. What `zeroed` points to is set to as many zeros.
+// The same of any number. Also writes `zeros` zeros to `zeroed`: few boxes are ranked by a kernel that can do so.
 Tensor visiting_order(Launch& launch, const View& scores, uint64_t* zeroed, uint32_t zeros) {
   const int64_t n = scores.numel;
   // A float32 has every value of these.
@@ -70,17 +70,6 @@ Tensor visiting_order(Launch& launch, const View& scores, uint64_t* zeroed, uint
   }
   return order;
 }
-
-// Device memory of decide_kernel, which starts as zeros: a ticket, and what is decided of each tile.
-struct Decisions {
-  explicit Decisions(const View& boxes)
-      : count(1 + tiles_of(boxes.sizes[0])), memory(empty(boxes, aoti_torch_dtype_int64(), count)) {}
-
-  uint64_t* data() const { return static_cast<uint64_t*>(memory.mutable_data_ptr()); }
-
-  int64_t count;
-  Tensor memory;
-};
 
 template <class T>
 void select_few(
@@ -123,10 +112,12 @@ void select_many(
 
 void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
   const View& boxes = call.views[0];
-  std::optional<Decisions> decisions;
-  if (boxes.sizes[0] <= kFewBoxes) decisions.emplace(boxes);
-  uint64_t* const zeroed = decisions ? decisions->data() : nullptr;
-  const Tensor order_of = visiting_order(launch, call.views[1], zeroed, decisions ? decisions->count : 0);
+  const bool is_few = boxes.sizes[0] <= kFewBoxes;
+  // For decide_kernel, which starts from zeros: a ticket, and what is decided of each tile.
+  const int64_t zeros = is_few ? 1 + tiles_of(boxes.sizes[0]) : 0;
+  const Tensor memory = empty(boxes, aoti_torch_dtype_int64(), zeros);
+  auto* const decisions = static_cast<uint64_t*>(memory.mutable_data_ptr());
+  const Tensor order_of = visiting_order(launch, call.views[1], decisions, zeros);
   const int64_t* order = order_of.const_data_ptr<int64_t>();
   Classes classes;
   std::optional<Tensor> wide;
@@ -137,8 +128,8 @@ void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_
   dispatch(Floating(), boxes.op, boxes.dtype, [&]<class T>(T) {
     const Source<T> source{static_cast<const T*>(boxes.tensor->const_data_ptr()), boxes.strides[0], boxes.strides[1]};
     const Threshold<typename Source<T>::V> threshold(iou_threshold);
-    if (decisions) {
-      select_few<T>(launch, source, boxes, order, classes, threshold, zeroed, out);
+    if (is_few) {
+      select_few<T>(launch, source, boxes, order, classes, threshold, decisions, out);
     } else {
       select_many<T>(launch, source, boxes, order, classes, threshold, out);
     }

@@ -311,9 +311,9 @@ class TestAgainstTheDefinition:
         assert extension_cpp.batched_nms(boxes, scores, idxs, 0.5).tolist() == [5, 4, 3]
 
     @pytest.mark.parametrize("case", ["equal", "chain", "nested", "below zero", "outliers", "all near"])
-    def test_worst_cases(self, device, case):
-        """For a method that prunes. bench_nms.py has the times of such cases."""
-        n = 20_000
+    @pytest.mark.parametrize("n", [4_000, 20_000])
+    def test_worst_cases(self, device, case, n):
+        """For a method that prunes, and for the one that tests few boxes on CUDA. bench_nms.py has times of such cases."""
         step = torch.arange(n, device=device, dtype=torch.float32)[:, None]
         unit = torch.tensor([0.0, 0.0, 4.0, 4.0], device=device)
         boxes, want = {
@@ -431,6 +431,18 @@ class TestCuda:
         want = extension_cpp.nms(boxes, scores, 0.5)
         assert torch.equal(extension_cpp.nms(boxes.cuda(), scores.cuda(), 0.5).cpu(), want)
 
+    @pytest.mark.parametrize("clusters", [1, 20, 200])
+    @pytest.mark.parametrize("n", [33, 700, 4096])
+    def test_few(self, n, clusters):
+        """Boxes wait for some in many other tiles, of which few are kept."""
+        boxes, scores = (t.float() for t in clustered_boxes(n, clusters))
+        classes = torch.arange(n) % 3
+        for idxs, iou_threshold in (((), 0.5), ((), 0.8), ((), -0.1), ((classes,), 0.5)):
+            inputs = boxes, scores, iou_threshold, *idxs
+            got = extension_cpp.nms_padded(*(t.cuda() if isinstance(t, Tensor) else t for t in inputs))
+            want = extension_cpp.nms_padded(*inputs)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want))
+
     def test_capture_is_refused(self):
         boxes, scores = (t.cuda() for t in grid_boxes(10))
         graph = torch.cuda.CUDAGraph()
@@ -449,9 +461,10 @@ class TestCuda:
             assert torch.cuda.max_memory_allocated() - before < limit
             assert torch.equal(got.cpu(), extension_cpp.nms(boxes.cpu(), scores.cpu(), 0.5))
 
-    def test_many_streams_at_once(self):
+    @pytest.mark.parametrize("n", [4_000, 30_000])
+    def test_many_streams_at_once(self, n):
         """Calls that run side by side share the device without waiting for each other."""
-        boxes, scores = (t.float().cuda() for t in random_boxes(30_000, 1000))
+        boxes, scores = (t.float().cuda() for t in random_boxes(n, 1000))
         want = extension_cpp.nms_padded(boxes, scores, 0.5)[0]
         streams = [torch.cuda.Stream() for _ in range(16)]
         torch.cuda.synchronize()

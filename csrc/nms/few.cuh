@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t visit_key(float score) {
 }
 
 // order[r]: the index of the box of rank r. A block ranks kWarp * kEach boxes, and each of its warps compares them with
-// a part of all boxes. Also sets `zeros` of what `zeroed` points to.
+// a part of all boxes. Also writes `zeros` zeros to `zeroed`, which spares a launch.
 template <int kEach>
 __global__ void __launch_bounds__(kRankThreads)
     rank_kernel(const float* scores, int64_t stride, uint32_t n, int64_t* order, uint64_t* zeroed, uint32_t zeros) {
@@ -97,7 +97,7 @@ struct Suppressors {
 // A block decides a tile of 32 ranks, a lane a rank. Its warps test the boxes of each tile before, then one warp waits
 // for those that suppress one of the block's, and decides: a box is dropped once one that is kept suppresses it, and
 // kept once all that suppress it are dropped. What is decided of a tile is one number, the boxes decided above those
-// kept, and is written for others as it grows. It is final once written, so that no access to it needs an order. Why it
+// kept, and is written for others as it grows. What it says of a box never changes, so that reads need no order. Why it
 // ends: blocks draw tiles in order, so the first box that is undecided is in a running block, and waits for none.
 template <bool kBatched, class T>
 __global__ void __launch_bounds__(kDecideThreads) decide_kernel(
