@@ -11,6 +11,7 @@
 #include "common/launch.cuh"
 #include "nms/few.cuh"
 #include "nms/grid.cuh"
+#include "nms/sort.cuh"
 
 namespace extension_cpp::nms {
 namespace {
@@ -28,8 +29,10 @@ __global__ void __launch_bounds__(kThreads) plain_nan_kernel(const T* from, int6
   to[i] = static_cast<T>(score == score ? score : Limits<float>::nan);
 }
 
-// The boxes' indices in the order of visits, by a sort: of very many.
+// The indices of the boxes in the order of visits, by PyTorch's sort.
 Tensor sorted_order(Launch& launch, const View& scores) {
+  const auto is = [&](auto... dtypes) { return ((scores.dtype == dtypes) || ...); };
+  if (!is(dtypes::kFloat16, dtypes::kBFloat16, dtypes::kFloat32, dtypes::kFloat64)) return descending(*scores.tensor);
   const Tensor plain = empty(scores, scores.dtype, scores.numel);
   dispatch(Floating(), scores.op, scores.dtype, [&]<class T>(T) {
     launch(
@@ -40,63 +43,76 @@ Tensor sorted_order(Launch& launch, const View& scores) {
   return descending(plain);
 }
 
-// The same of any number. Also writes `zeros` zeros to `zeroed`: few boxes are ranked by a kernel that can do so.
-Tensor visiting_order(Launch& launch, const View& scores, uint64_t* zeroed, uint32_t zeros) {
+// The same by the quickest way. Also writes `zeros` zeros to `zeroed`, and makes the grid of `fit`, if there is to be
+// one.
+template <class T>
+Tensor visiting_order(Launch& launch, const View& scores, uint64_t* zeroed, uint32_t zeros, const Fit<T>& fit) {
   const int64_t n = scores.numel;
+  const SortPlan plan(n, launch.processors());
+  const bool is_float32 = scores.dtype == dtypes::kFloat32;
   // A float32 has every value of these.
-  const auto is = [&](auto... dtypes) { return ((scores.dtype == dtypes) || ...); };
-  const bool is_float32 = scores.dtype == dtypes::kFloat32, is_half = is(dtypes::kFloat16, dtypes::kBFloat16);
-  const bool is_short = is(aoti_torch_dtype_uint8(), aoti_torch_dtype_int8(), aoti_torch_dtype_int16());
-  if (n > kMostToRank || !(is_float32 || is_half || is_short)) {
-    const bool is_floating = is_float32 || is_half || scores.dtype == dtypes::kFloat64;
-    if (zeros > 0) launch.zero(zeroed, zeros * sizeof(*zeroed));
-    return is_floating ? sorted_order(launch, scores) : descending(*scores.tensor);
+  const std::array shorter{
+      dtypes::kFloat16, dtypes::kBFloat16, aoti_torch_dtype_uint8(), aoti_torch_dtype_int8(), aoti_torch_dtype_int16()};
+  const bool is_shorter = std::find(shorter.begin(), shorter.end(), scores.dtype) != shorter.end();
+  const bool is_ranked = n <= kMostToRank;
+  if (!(is_float32 || is_shorter) || !(is_ranked || (n <= kMostToSort && plan.fits()))) {
+    launch.zero(zeroed, zeros * sizeof(*zeroed));
+    if (fit.out) launch(fit_kernel<T>, 1, kFitThreads, 0, fit);
+    return sorted_order(launch, scores);
   }
   const Tensor wide =
       is_float32 ? *scores.tensor : torch::stable::to(*scores.tensor, torch::headeronly::ScalarType::Float);
   const float* data = wide.const_data_ptr<float>();
   const int64_t stride = View(scores.op, "scores", wide).strides[0];
-  const Tensor order = empty(scores, aoti_torch_dtype_int64(), n);
-  constexpr int64_t kMostBlocks = 256;  // Beyond, that each box is read by every block costs more than it brings.
-  auto run = [&](auto* kernel, int64_t each) {
+  const Tensor result = empty(scores, aoti_torch_dtype_int64(), n);
+  int64_t* const order = result.mutable_data_ptr<int64_t>();
+  if (is_ranked) {
     launch(
-        kernel, ceil_div(n, kWarp * each), kRankThreads, 0, data, stride, static_cast<uint32_t>(n),
-        order.mutable_data_ptr<int64_t>(), zeroed, zeros);
-  };
-  if (ceil_div(n, kWarp) <= kMostBlocks) {
-    run(rank_kernel<1>, 1);
-  } else {
-    run(rank_kernel<4>, 4);
+        rank_kernel, ceil_div(n, kWarp), kRankThreads, 0, data, stride, static_cast<uint32_t>(n), order, zeroed, zeros);
+    if (fit.out) launch(fit_kernel<T>, 1, kFitThreads, 0, fit);
+    return result;
   }
-  return order;
+  const Tensor memory = scratch(scores, SortWork(nullptr, n, plan.blocks).bytes);
+  launch.together(
+      sort_kernel<T>, plan.blocks, kSortThreads, 0, data, stride, static_cast<uint32_t>(n),
+      static_cast<uint32_t>(plan.part), SortWork(memory.mutable_data_ptr(), n, plan.blocks), order, zeroed, zeros, fit);
+  return result;
 }
 
-template <class T>
+template <class T, class V = typename Source<T>::V>
 void select_few(
-    Launch& launch, const Source<T>& source, const View& boxes, const int64_t* order, Classes classes,
-    const Threshold<typename Source<T>::V>& threshold, uint64_t* decisions, const Out& out) {
-  const uint32_t n = boxes.sizes[0];
-  const int64_t tiles = tiles_of(n);
+    Launch& launch, const Source<T>& source, const Call<3>& call, Classes classes, const Threshold<V>& threshold,
+    const Out& out) {
+  const uint32_t n = call.views[0].sizes[0];
+  const int64_t tiles = tiles_of(n), zeros = 1 + tiles;  // A ticket, and what is decided of each tile.
+  const Tensor memory = empty(call.views[0], aoti_torch_dtype_int64(), zeros);
+  auto* const decisions = static_cast<uint64_t*>(memory.mutable_data_ptr());
+  const Tensor order =
+      visiting_order(launch, call.views[1], decisions, zeros, Fit<T>{source, n, threshold, Grid<V>(), nullptr});
   launch(
       classes.values ? decide_kernel<true, T> : decide_kernel<false, T>, tiles,
-      static_cast<int>(std::min<int64_t>(tiles * kWarp, kDecideThreads)), tiles * sizeof(Suppressors), source, order,
-      classes, n, threshold, reinterpret_cast<uint32_t*>(decisions), decisions + 1, out.indices, out.count);
+      static_cast<int>(std::min<int64_t>(tiles * kWarp, kDecideThreads)), tiles * sizeof(Suppressors), source,
+      order.const_data_ptr<int64_t>(), classes, n, threshold, reinterpret_cast<uint32_t*>(decisions), decisions + 1,
+      out.indices, out.count);
 }
 
 template <class T, class V = typename Source<T>::V>
 void select_many(
-    Launch& launch, const Source<T>& source, const View& boxes, const int64_t* order, Classes classes,
-    const Threshold<V>& threshold, const Out& out) {
+    Launch& launch, const Source<T>& source, const Call<3>& call, Classes classes, const Threshold<V>& threshold,
+    const Out& out) {
+  const View& boxes = call.views[0];
   const int64_t n = boxes.sizes[0], blocks = ceil_div(n, kThreads);
   const bool has_grid = threshold.prunes, batched = classes.values != nullptr;
   const Grid<V> grid = grid_for<V>(n, batched);
   const int64_t cells = has_grid ? grid.count() : 0;
   const Tensor memory = scratch(boxes, Work<V>(nullptr, n, cells, batched).bytes);
   const Work<V> work(memory.mutable_data_ptr(), n, cells, batched);
-  launch.zero(work.ticket, work.zeroed);
+  const Tensor order_of = visiting_order(
+      launch, call.views[1], reinterpret_cast<uint64_t*>(work.ticket), work.zeroed / sizeof(uint64_t),
+      Fit<T>{source, n, threshold, grid, has_grid ? work.grid : nullptr});
+  const int64_t* order = order_of.const_data_ptr<int64_t>();
   if (has_grid) {
     const int64_t part = scan_part(cells);
-    launch(fit_kernel<T>, 1, kFitThreads, 0, source, n, threshold, grid, work.grid);
     launch(prepare_kernel<true, T>, blocks, kThreads, 0, source, order, classes, n, threshold, work);
     launch(scan_kernel, ceil_div(cells, part), kScanThreads, 0, work.counts, work.starts, cells, part);
     launch(scatter_kernel<V>, blocks, kThreads, 0, n, batched, work);
@@ -112,13 +128,6 @@ void select_many(
 
 void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
   const View& boxes = call.views[0];
-  const bool is_few = boxes.sizes[0] <= kFewBoxes;
-  // For decide_kernel, which starts from zeros: a ticket, and what is decided of each tile.
-  const int64_t zeros = is_few ? 1 + tiles_of(boxes.sizes[0]) : 0;
-  const Tensor memory = empty(boxes, aoti_torch_dtype_int64(), zeros);
-  auto* const decisions = static_cast<uint64_t*>(memory.mutable_data_ptr());
-  const Tensor order_of = visiting_order(launch, call.views[1], decisions, zeros);
-  const int64_t* order = order_of.const_data_ptr<int64_t>();
   Classes classes;
   std::optional<Tensor> wide;
   if (idxs) {
@@ -128,11 +137,8 @@ void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_
   dispatch(Floating(), boxes.op, boxes.dtype, [&]<class T>(T) {
     const Source<T> source{static_cast<const T*>(boxes.tensor->const_data_ptr()), boxes.strides[0], boxes.strides[1]};
     const Threshold<typename Source<T>::V> threshold(iou_threshold);
-    if (is_few) {
-      select_few<T>(launch, source, boxes, order, classes, threshold, decisions, out);
-    } else {
-      select_many<T>(launch, source, boxes, order, classes, threshold, out);
-    }
+    const auto select = boxes.sizes[0] <= kFewBoxes ? select_few<T> : select_many<T>;
+    select(launch, source, call, classes, threshold, out);
   });
 }
 

@@ -422,14 +422,26 @@ def test_of_two_selections():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCuda:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.float64], ids=str)
-    @pytest.mark.parametrize("n", [4096, 16_384, 16_385])
-    def test_orders(self, n, dtype):
-        """Scores are ranked by comparisons, or sorted: by their number and dtype."""
-        boxes, scores = (t.float() for t in random_boxes(n, 1000))
-        scores = (scores * 1000).to(dtype)
-        want = extension_cpp.nms(boxes, scores, 0.5)
-        assert torch.equal(extension_cpp.nms(boxes.cuda(), scores.cuda(), 0.5).cpu(), want)
+    @pytest.mark.parametrize("kind", ["any", "few values", "equal", "special", "descending", "strided"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16, torch.int32, torch.float64], ids=str)
+    @pytest.mark.parametrize("n", [4096, 8192, 8193, 140_000, 2**19, 2**19 + 1])
+    def test_order(self, n, dtype, kind):
+        """Scores are ranked by comparisons, sorted in one launch or by PyTorch: by their number and dtype."""
+        scores = 1000 * torch.randn(n, 2, generator=torch.Generator().manual_seed(n))
+        scores = {"few values": scores.sign(), "equal": torch.ones_like(scores)}.get(kind, scores).to(dtype)
+        if kind == "special" and dtype.is_floating_point:
+            for i, value in enumerate((NAN, -NAN, INF, -INF, 0.0, -0.0)):
+                scores[i :: 7 + i] = value
+        scores = scores.cuda()[:, 0] if kind == "strided" else scores[:, 0].contiguous().cuda()
+        if kind == "descending":
+            scores = scores.sort(descending=True).values
+        at = torch.arange(n, device="cuda")
+        low = 4.0 * torch.stack([at % 1024, at // 1024], 1)  # No two overlap.
+        kept = extension_cpp.nms(torch.cat([low, low + 1], 1), scores, 0.5)
+        want = torch.where(scores.isnan(), INF, scores).sort(stable=True, descending=True).indices
+        if kind == "special":  # NaN comes first, then what is infinite.
+            want = torch.cat([scores.isnan().nonzero()[:, 0], want[~scores[want].isnan()]])
+        assert torch.equal(kept, want)
 
     @pytest.mark.parametrize("clusters", [1, 20, 200])
     @pytest.mark.parametrize("n", [33, 700, 4096])
@@ -442,6 +454,19 @@ class TestCuda:
             got = extension_cpp.nms_padded(*(t.cuda() if isinstance(t, Tensor) else t for t in inputs))
             want = extension_cpp.nms_padded(*inputs)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want))
+
+    @pytest.mark.parametrize("n", [1000, 30_000])
+    def test_replay(self, n):
+        """What a graph starts from, each replay makes anew."""
+        boxes, scores = (t.float().cuda() for t in random_boxes(n, 1000))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = extension_cpp.nms_padded(boxes, scores, 0.5)
+        for _ in range(3):
+            graph.replay()
+            want = extension_cpp.nms_padded(boxes, scores, 0.5)
+            assert all(torch.equal(got, result) for got, result in zip(results, want))
+            scores.copy_(scores.roll(1))
 
     def test_capture_is_refused(self):
         boxes, scores = (t.cuda() for t in grid_boxes(10))

@@ -1,7 +1,7 @@
 // nms of few boxes on CUDA, without a grid: each pair is tested.
 //
 // rank_kernel counts for each box those that are visited before it: a comparison a pair takes less time than the passes
-// of a sort, up to some ten thousand boxes. decide_kernel tests each pair and decides each box.
+// of a sort, up to some thousand boxes. decide_kernel tests each pair and decides each box.
 #pragma once
 
 #include "../common/elementwise.cuh"
@@ -12,7 +12,7 @@
 namespace extension_cpp::nms {
 namespace {
 
-constexpr int64_t kFewBoxes = 4096, kMostToRank = 16384;
+constexpr int64_t kFewBoxes = 4096, kMostToRank = 8192;
 constexpr int kRankThreads = 1024, kDecideThreads = 512;
 
 // Less for a box that is visited earlier; of boxes with the same one, the first is.
@@ -22,54 +22,40 @@ __device__ __forceinline__ uint32_t visit_key(float score) {
   return score != score ? 0 : bits >> 31 ? bits : 0x7fffffff - bits;
 }
 
-// order[r]: the index of the box of rank r. A block ranks kWarp * kEach boxes, and each of its warps compares them with
-// a part of all boxes. Also writes `zeros` zeros to `zeroed`, which spares a launch.
-template <int kEach>
+// order[r]: the index of the box of rank r. A block ranks kWarp boxes, and each of its warps compares them with a part
+// of all boxes. Also writes `zeros` zeros to `zeroed`, which spares a launch.
 __global__ void __launch_bounds__(kRankThreads)
     rank_kernel(const float* scores, int64_t stride, uint32_t n, int64_t* order, uint64_t* zeroed, uint32_t zeros) {
   constexpr uint32_t kNever = 0xffffffff, kPart = 2048;
   __shared__ __align__(16) uint32_t keys[kPart];
-  __shared__ uint32_t ranks[kWarp * kEach];
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kWarp * kEach;
-  uint32_t own[kEach], before[kEach] = {};
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    const uint32_t i = first + e * kWarp + lane;
-    own[e] = i < n ? visit_key(scores[i * stride]) : kNever;
-    // Those before it in its own tile of 32 that have the same key.
-    const uint32_t same = __match_any_sync(kAll, own[e]);
-    if (warp == 0) ranks[e * kWarp + lane] = __popc(same & ((1u << lane) - 1));
-  }
-  if (blockIdx.x == 0) {
-    for (uint32_t k = threadIdx.x; k < zeros; k += kRankThreads) zeroed[k] = 0;
-  }
+  __shared__ uint32_t ranks[kWarp];
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kWarp, i = first + lane;
+  const uint32_t own = i < n ? visit_key(scores[i * stride]) : kNever;
+  // Those before it in its own tile of 32 that have the same key.
+  const uint32_t same = __match_any_sync(kAll, own);
+  if (warp == 0) ranks[lane] = __popc(same & ((1u << lane) - 1));
+  for (uint32_t k = blockIdx.x * kRankThreads + threadIdx.x; k < zeros; k += gridDim.x * kRankThreads) zeroed[k] = 0;
+  uint32_t before = 0;
   for (uint32_t begin = 0; begin < n; begin += kPart) {
     __syncthreads();
     for (uint32_t k = threadIdx.x; k < kPart; k += kRankThreads) {
-      const uint32_t i = begin + k;
-      keys[k] = i < n ? visit_key(scores[i * stride]) : kNever;
+      const uint32_t other = begin + k;
+      keys[k] = other < n ? visit_key(scores[other * stride]) : kNever;
     }
     __syncthreads();
     const uint32_t end = min(kPart, n - begin);
     for (uint32_t tile = warp * kWarp; tile < end; tile += kRankThreads) {
-      uint32_t limit[kEach];  // In the tiles before its own, equal ones are before it.
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) limit[e] = own[e] + (begin + tile < first + e * kWarp);
+      const uint32_t limit = own + (begin + tile < first);  // In the tiles before its own, equal ones are before it.
 #pragma unroll
       for (int k = 0; k < kWarp; k += 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(keys + tile + k);
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-          before[e] += (four.x < limit[e]) + (four.y < limit[e]) + (four.z < limit[e]) + (four.w < limit[e]);
-        }
+        before += (four.x < limit) + (four.y < limit) + (four.z < limit) + (four.w < limit);
       }
     }
   }
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) atomicAdd(ranks + e * kWarp + lane, before[e]);
+  atomicAdd(ranks + lane, before);
   __syncthreads();
-  const uint32_t i = first + threadIdx.x;
-  if (threadIdx.x < kWarp * kEach && i < n) order[ranks[threadIdx.x]] = i;
+  if (warp == 0 && i < n) order[ranks[lane]] = i;
 }
 
 __host__ __device__ inline int64_t tiles_of(int64_t n) {

@@ -1,7 +1,7 @@
 // nms of many boxes on CUDA: a grid finds what is near a box.
 //
-// Sorted by score, a box's rank is its place in the order of visits. fit_kernel makes the grid; prepare_kernel brings
-// the boxes into order and counts those in each cell; scan_kernel adds up the counts; scatter_kernel puts the boxes in
+// Sorted by score, a box's rank is its place in the order of visits. Fit makes the grid; prepare_kernel brings the
+// boxes into order and counts those in each cell; scan_kernel adds up the counts; scatter_kernel puts the boxes in
 // order of cells, where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a
 // warp a box; compact_kernel writes the indices of those kept. Where less lies before a box than near it, as among
 // boxes that all overlap, it looks at what is before it, from the first rank on: most of the boxes kept are there. With
@@ -123,54 +123,87 @@ __device__ __forceinline__ double from_bits(unsigned long long bits) {
   return __longlong_as_double(bits);
 }
 
-// One block makes the grid, from a sample of the boxes. For each of them four threads count those that are less, along
-// both axes, and so find its place in their order.
-template <class T, class V = typename Source<T>::V>
-__global__ void __launch_bounds__(kFitThreads)
-    fit_kernel(Source<T> source, int64_t n, Threshold<V> threshold, Grid<V> grid, Grid<V>* out) {
-  constexpr int kSample = Axis<V>::kSample, kSegments = Axis<V>::kMostSegments, kParts = kFitThreads / kSample;
-  constexpr int kPart = kSample / kParts;
-  __shared__ V values[2][kSample], sorted[2][kSample];
-  __shared__ int places[2][kSample], taking_part;
-  const int i = threadIdx.x % kSample, part = threadIdx.x / kSample;
-  if (threadIdx.x == 0) taking_part = 0;
-  __syncthreads();
-  if (part == 0) {
-    const Box<V> box = source.box(i * n / kSample);
-    const bool takes_part = threshold.takes_part(box);
-    values[0][i] = takes_part ? box.x1 + box.x2 : Limits<V>::infinity;
-    values[1][i] = takes_part ? box.y1 + box.y2 : Limits<V>::infinity;
-    places[0][i] = places[1][i] = 0;
-    if (takes_part) atomicAdd(&taking_part, 1);
+// One block makes the grid, from a sample of the boxes, in steps: one that takes the sample, and one for each axis.
+// Four threads count the boxes of the sample that are less than one of them, which is its place in their order.
+template <class T>
+class Fit {
+ public:
+  using V = typename Source<T>::V;
+
+ private:
+  static constexpr int kSample = Axis<V>::kSample, kSegments = Axis<V>::kMostSegments;
+
+ public:
+  static constexpr int kSteps = 3;
+
+  struct Shared {
+    V values[2][kSample], sorted[kSample];
+    int places[kSample], taking_part;
+  };
+
+  __device__ void operator()(int step, Shared& shared) const {
+    if (step == 0) {
+      sample(shared);
+    } else if (step == 1) {
+      set(grid.x, shared.values[0], shared, out->x);
+    } else if (step == 2) {
+      set(grid.y, shared.values[1], shared, out->y);
+    }
   }
-  __syncthreads();
-  for (int axis = 0; axis < 2; ++axis) {
-    const V own = values[axis][i];
+
+  Source<T> source;
+  int64_t n;
+  Threshold<V> threshold;
+  Grid<V> grid;  // as many groups, segments and cells
+  Grid<V>* out;  // null where none is to be made
+
+ private:
+  __device__ void sample(Shared& shared) const {
+    const int i = threadIdx.x;
+    if (i == 0) shared.taking_part = 0, out->groups = grid.groups;
+    __syncthreads();
+    if (i < kSample) {
+      const Box<V> box = source.box(i * n / kSample);
+      const bool takes_part = threshold.takes_part(box);
+      shared.values[0][i] = takes_part ? box.x1 + box.x2 : Limits<V>::infinity;
+      shared.values[1][i] = takes_part ? box.y1 + box.y2 : Limits<V>::infinity;
+      if (takes_part) atomicAdd(&shared.taking_part, 1);
+    }
+  }
+
+  __device__ void set(const Axis<V>& axis, const V* values, Shared& shared, Axis<V>& to) const {
+    constexpr int kPart = kSample * kSample / kFitThreads;
+    const int i = threadIdx.x % kSample, part = threadIdx.x / kSample;
+    if (part == 0) shared.places[i] = 0;
+    __syncthreads();
+    const V own = values[i];
     int before = 0;
 #pragma unroll 8
     for (int k = part * kPart; k < (part + 1) * kPart; ++k) {
-      const V other = values[axis][k];
+      const V other = values[k];
       before += other < own || (other == own && k < i);
     }
-    atomicAdd(&places[axis][i], before);
-  }
-  __syncthreads();
-  if (part < 2) sorted[part][places[part][i]] = values[part][i];
-  __syncthreads();
-  if (threadIdx.x == 0) out->groups = grid.groups;
-  auto set = [&](int k, const Axis<V>& axis, Axis<V>& to) {
-    const int segment = static_cast<int>(threadIdx.x) - k * kSegments;
-    if (segment < 0 || segment >= kSegments) return;
+    atomicAdd(&shared.places[i], before);
+    __syncthreads();
+    if (part == 0) shared.sorted[shared.places[i]] = own;
+    __syncthreads();
+    const int segment = threadIdx.x;
+    if (segment >= kSegments) return;
     to.low[segment] = to.scale[segment] = 0;  // Of segments that there aren't, which are copied with the others.
     if (segment >= axis.segments) return;
     const auto quantile = [&](int s) {
-      return taking_part == 0 ? V(0) : sorted[k][s * (taking_part - 1) / axis.segments];
+      const int count = shared.taking_part;
+      return count == 0 ? V(0) : shared.sorted[s * (count - 1) / axis.segments];
     };
     to.segments = axis.segments, to.cells = axis.cells;
     to.set(segment, quantile(segment), quantile(segment + 1));
-  };
-  set(0, grid.x, out->x);
-  set(1, grid.y, out->y);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kFitThreads) fit_kernel(Fit<T> fit) {
+  __shared__ typename Fit<T>::Shared shared;
+  for (int step = 0; step < Fit<T>::kSteps; ++step) fit(step, shared);
 }
 
 // A thread a rank; the last block goes on to the end of its share of `status`, which compact_kernel reads in vectors.
