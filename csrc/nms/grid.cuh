@@ -22,7 +22,7 @@
 namespace extension_cpp::nms {
 namespace {
 
-constexpr int kThreads = 256, kResolveThreads = 256, kFitThreads = 1024;
+constexpr int kThreads = 256, kResolveThreads = 128, kFitThreads = 1024;
 constexpr uint32_t kNone = 0xffffffff, kMostListed = 4096;
 
 enum : uint8_t { kUndecided = 0, kKept = 1, kDropped = 2 };
@@ -270,9 +270,10 @@ class WarpAxis {
   V low_, scale_;
 };
 
-// A block draws as many ranks as it has warps, and a warp decides a rank. racecheck reports the accesses to `decided`,
-// which need no barrier: a status that is read too early only costs time. Without a bound on the blocks of a
-// multiprocessor ptxas would spill registers for a rounder number of them.
+// A block draws as many ranks as it has warps, and a warp decides a rank: few of them, as another block takes its place
+// once the slowest is done. racecheck reports the accesses to `decided`, which need no barrier: a status that is read
+// too early only costs time. Without a bound on the blocks of a multiprocessor ptxas would spill registers for a
+// rounder number of them.
 template <bool kBatched, class V>
 __global__ void __launch_bounds__(kResolveThreads, 1)
     resolve_kernel(uint32_t n, bool has_grid, Threshold<V> threshold, Work<V> work) {
