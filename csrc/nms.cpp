@@ -100,10 +100,30 @@ struct Grid {
   V greatest_side[2] = {};
 };
 
+// Keeps the first of the members and erases what it suppresses, as long as that is most of them, as among boxes that
+// are all alike: for what is left, a grid takes less time. Whether it is most is seen in a sample.
+template <class V>
+void keep_first(const std::vector<Box<V>>& boxes, Ranks& members, const Threshold<V>& threshold, uint8_t* keep) {
+  constexpr size_t kSample = 64;
+  for (size_t n = members.size(), erased = n; n > 2 * kSample && erased > n / 4; n -= erased) {
+    const uint32_t first = members[0];
+    const V area_of_first = area(boxes[first]);
+    auto is_suppressed = [&](uint32_t i) {
+      return threshold.exceeded(area_of_first, area(boxes[i]), intersection(boxes[first], boxes[i]));
+    };
+    size_t suppressed = 0;
+    for (size_t k = 0; k < kSample; ++k) suppressed += is_suppressed(members[1 + k * (n - 1) / kSample]);
+    if (suppressed <= kSample / 2) return;
+    keep[first] = 1;
+    erased = std::erase_if(members, [&](uint32_t i) { return i == first || is_suppressed(i); });
+  }
+}
+
 // Which of the boxes `members`, in descending order of score, are kept.
 template <class V>
 void select(const std::vector<Box<V>>& boxes, Ranks members, const Threshold<V>& threshold, uint8_t* keep) {
   std::erase_if(members, [&](uint32_t i) { return !threshold.takes_part(boxes[i]) && (keep[i] = 1); });
+  if (threshold.prunes) keep_first(boxes, members, threshold, keep);
   const int64_t n = members.size();
   Slots<V> slots(n);
   if (!threshold.prunes) {

@@ -223,6 +223,18 @@ class TestAgainstTheDefinition:
                 want = plain_nms(boxes, scores, iou_threshold)
                 assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
 
+    @pytest.mark.parametrize("iou_threshold", [0.0, 0.5, 0.8, 0.95])
+    @pytest.mark.parametrize("best_first", [True, False])
+    def test_piles(self, device, best_first, iou_threshold):
+        """Each has half of the boxes that are left, so that a box may suppress most of them, all or few."""
+        generator = torch.Generator().manual_seed(0)
+        pile = torch.rand(5000, generator=generator).log2().floor().clamp(min=-10)
+        low = 10 * pile[:, None] + 0.3 * torch.rand(5000, 2, generator=generator) ** 4
+        boxes = torch.cat([low, low + 4], 1).to(device)
+        scores = (torch.rand(5000, generator=generator) + pile * best_first).to(device)
+        want = plain_nms(boxes, scores, iou_threshold)
+        assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
+
     @pytest.mark.parametrize("iou_threshold", THRESHOLDS)
     def test_odd_boxes_among_many(self, device, iou_threshold):
         """Enough for every pruning, with boxes among them of which a bound could be wrong: it must be the exact test."""

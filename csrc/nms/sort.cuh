@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_kernel(
   __shared__ uint32_t next[kDigits], of_warps[kWarps][kDigits], sums[kDigits / kWarp];
   __shared__ Counts counted;
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, below = (1u << lane) - 1;
-  const uint32_t begin = min(blockIdx.x * part, n), end = min(begin + part, n), own = threadIdx.x;  // a digit
-  const uint2* from = nullptr;  // The scores themselves, until a pass has written keys.
+  const uint32_t begin = min(blockIdx.x * part, n), end = min(begin + part, n);
+  const uint32_t own = threadIdx.x;  // The digit of a thread, where there is one.
+  const uint2* from = nullptr;       // The scores themselves, until a pass has written keys.
   auto item = [&](uint32_t i) { return from ? __ldcg(from + i) : make_uint2(visit_key(scores[i * stride]), i); };
   auto digit_of = [](uint2 one, int pass) { return one.x >> pass * kDigitBits & (kDigits - 1); };
   auto counts_of = [&](int pass, uint32_t block) { return work.counts + pass % 3 * gridDim.x + block; };
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_kernel(
   for (int pass = 0; pass < kPasses; ++pass) {
     cooperative_groups::this_grid().sync();
     if (blockIdx.x == gridDim.x - 1 && fit.out) fit(pass, shared);
-    uint4 total = {}, before = {};  // Of 16 bits each (SortPlan::fits).
+    // How many keys of each digit there are, and how many before this block's: a warp adds up some blocks, in 16 bits.
+    uint4 total = {}, before = {};
     for (uint32_t block = warp; block < gridDim.x - 1; block += kWarps) {
       const uint4 four = __ldcg(reinterpret_cast<const uint4*>(counts_of(pass, block)->pairs) + lane);
       total.x += four.x, total.y += four.y, total.z += four.z, total.w += four.w;
@@ -135,6 +137,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_kernel(
       next[own] = at;
     }
 
+    // Where each key goes to: behind those of its digit in the tiles and warps before, and in its own warp.
     uint2* const to = from == work.items ? work.items + n : work.items;
     for (uint32_t tile = begin; tile < end; tile += kSortThreads) {
       const uint32_t i = tile + threadIdx.x;
@@ -170,6 +173,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_kernel(
     if (is_last) return;
     from = to;
   }
+  // The last pass had nothing to do.
   for (uint32_t i = begin + threadIdx.x; i < end; i += kSortThreads) order[i] = item(i).y;
 }
 
