@@ -59,7 +59,7 @@ void run_simt(Launch& launch, const Product<T, V>& product, const Plan& plan) {
   tiling.tiles_m = ceil_div(product.m, S::kM), tiling.tiles_n = ceil_div(product.n, S::kN);
   constexpr size_t kBytes = S::kStages * sizeof(Stage<S, V, kB>), kOfTuring = 64 * 1024;
   static_assert(kBytes <= kOfTuring);
-  launch(simt_kernel<S, kA, kB, T, V>, tiling.count(), S::kThreads, kBytes, product, tiling);
+  launch(simt_kernel<S, kA, kB, T, V>, tiling.count(), S::kThreads, kBytes, product, TileOrder(tiling, false));
 }
 
 template <class S>
@@ -145,7 +145,7 @@ void mma(Launch& launch, const View& like, const Product<T, float>& product, con
   const TileModel shapes[] = {{M::kM, M::kN, M::kK, 4, 2, 2000.0 / sizeof(T), 8}};
   const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
-    launch(mma_kernel<T>, plan.tiling.count(), M::kThreads, 0, p, plan.tiling);
+    launch(mma_kernel<T>, plan.tiling.count(), M::kThreads, 0, p, TileOrder(plan.tiling, false));
   });
 }
 
@@ -160,7 +160,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   std::optional<Tensor> memory_a, memory_b;
   product.a = readable(launch, like, device, product.a, product.m, product.k, memory_a);
   product.b = readable(launch, like, device, product.b, product.n, product.k, memory_b);
-  constexpr Costs kCostsOfHalves{1980, 134, 1e9, 4270, 11000, 0, 204, 611, 0.135, 1.39};
+  constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39};
   const Plan chosen = plan(shapes, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {

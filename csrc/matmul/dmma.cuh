@@ -128,12 +128,12 @@ __device__ __forceinline__ void multiply_add(double* sums, const double* a, cons
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocks) dmma_kernel(Product<double, double> product, Tiling tiling) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    dmma_kernel(Product<double, double> product, TileOrder order) {
   if constexpr (has_mma<double>(kArchitecture)) {
     constexpr int kDeep = 4;  // of k a product
     extern __shared__ __align__(16) unsigned char shared[];
-    const bool in_cluster = product.partial == nullptr && tiling.splits() > 1;
-    const Place at = place(tiling, blockIdx.x, in_cluster);
+    const Place at = order[blockIdx.x];
     const int64_t first_m = at.m * S::kM, first_n = at.n * S::kN;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = warp / S::kWarpsN * S::kRows, column = warp % S::kWarpsN * S::kColumns;
@@ -228,12 +228,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) dmma_kernel(Product<d
         }
       }
     };
-    if (in_cluster) {
+    if (order.in_cluster) {
       wait_for_copies<0>();
       __syncthreads();  // All have read the last stage.
       auto* to = reinterpret_cast<double*>(shared);
       each([&](int m, int n, const double* pair) { store_vector<double, 2>(to + m * S::kN + n, pair); });
-      store_of_cluster<S::kM, S::kN, S::kN>(product, at, static_cast<int>(tiling.splits()), to);
+      store_of_cluster<S::kM, S::kN, S::kN>(product, at, static_cast<int>(order.splits), to);
     } else {
       store_sums<2>(product, at.split, [&](const auto& store) {
         each([&](int m, int n, const double* pair) { store(first_m + m, first_n + n, pair); });
@@ -247,11 +247,12 @@ void run_dmma(Launch& launch, const Product<double, double>& product, const Plan
   constexpr size_t kBytes = S::kStages * S::kStageBytes;
   Tiling tiling = plan.tiling;
   tiling.tiles_m = ceil_div(product.m, S::kM), tiling.tiles_n = ceil_div(product.n, S::kN);
+  const TileOrder order(tiling, plan.in_cluster);
   if (plan.in_cluster) {
     const int splits = static_cast<int>(tiling.splits());
-    launch.clusters(dmma_kernel<S>, tiling.count(), splits, S::kThreads, kBytes, false, product, tiling);
+    launch.clusters(dmma_kernel<S>, tiling.count(), splits, S::kThreads, kBytes, false, product, order);
   } else {
-    launch(dmma_kernel<S>, tiling.count(), S::kThreads, kBytes, product, tiling);
+    launch(dmma_kernel<S>, tiling.count(), S::kThreads, kBytes, product, order);
   }
 }
 

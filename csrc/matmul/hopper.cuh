@@ -29,8 +29,8 @@ struct Tile {
 };
 constexpr Tile kTiles[] = {
     {128, 256, 2, 1, 4275}, {128, 256, 1, 1, 2780}, {64, 128, 1, 2, 2140},  {128, 128, 1, 1, 4220},
-    {64, 64, 1, 3, 1510},   {128, 64, 1, 2, 2140},  {128, 128, 2, 1, 3885}, {64, 128, 2, 2, 2370},
-    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},
+    {64, 64, 1, 3, 1525},   {128, 64, 1, 2, 2140},  {128, 128, 2, 1, 3885}, {64, 128, 2, 2, 2620},
+    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {64, 32, 1, 4, 725},
 };
 
 template <class T_, int kTile>
@@ -43,7 +43,9 @@ struct Hopper {
   static constexpr int kRegisters = 0;                       // as many as a thread starts with
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kBytesA + kBytesB;
   static constexpr int kBlocks = kTiles[kTile].blocks;
-  static_assert(kN / kCluster % 64 == 0);  // A transposed factor comes in boxes of 64 rows.
+  // A transposed factor comes in boxes of 64 rows, or of 32.
+  static constexpr int kRowBytesB = kN < kInRow<T> ? kRow / 2 : kRow;
+  static_assert(kN == 32 || kN / kCluster % 64 == 0);
 };
 
 // The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
@@ -69,16 +71,6 @@ struct Layout {
 struct Layouts {
   Layout a, b;
 };
-
-// Calls f<transposed a, transposed b>().
-template <class Function>
-__device__ __forceinline__ void with_layouts(const Layouts& layouts, const Function& f) {
-  if (layouts.a.transposed) {
-    layouts.b.transposed ? f.template operator()<true, true>() : f.template operator()<true, false>();
-  } else {
-    layouts.b.transposed ? f.template operator()<false, true>() : f.template operator()<false, false>();
-  }
-}
 
 // Four sums of each thread that computes: of halves, eight columns of a tile.
 template <class H>
@@ -111,23 +103,22 @@ struct Turn {
 // The tiles that a block takes, one after the other: the first row, column and step of one, and how many steps it has.
 template <class H>
 struct Tiles {
-  const Tiling& tiling;
-  bool in_cluster;
+  const TileOrder& order;
   int row, column, split, begin, steps;
   uint32_t index = blockIdx.x / H::kCluster;
 
-  __device__ Tiles(const Tiling& tiling, bool in_cluster) : tiling(tiling), in_cluster(in_cluster) { find(); }
+  __device__ explicit Tiles(const TileOrder& order) : order(order) { find(); }
 
   __device__ bool next() {
     index += gridDim.x / H::kCluster;
-    if (index >= tiling.count()) return false;
+    if (index >= order.count) return false;
     find();
     return true;
   }
 
  private:
   __device__ void find() {
-    const Place at = place(tiling, index, in_cluster);
+    const Place at = order[index];
     const int rank = H::kCluster == 1 ? 0 : rank_in_cluster();
     row = (static_cast<int>(at.m) * H::kCluster + rank) * H::kM, column = static_cast<int>(at.n) * H::kN;
     split = static_cast<int>(at.split), begin = static_cast<int>(at.begin);
@@ -141,86 +132,133 @@ struct Share {
   int blocks, rank;
 };
 
-// What a thread of a block does, once the barriers of all blocks that it has to do with are there: threads of the first
-// warpgroups compute, and one of the last copies.
+// What a thread of a block does: threads of the first warpgroups compute, and one of the last copies.
 template <class H>
 struct Role {
-  const bool split_in_cluster;
+  const bool split_in_cluster;  // The blocks of a cluster are the splits of one tile.
   const Stages stages;
   const Tiles<H> tiles;
 
-  // Where there are splits and no memory for partial sums, the blocks of a cluster are the splits of one tile.
-  __device__ __forceinline__
-  Role(const unsigned char* shared, const Memory& memory, const Tiling& tiling, bool has_partial)
-      : split_in_cluster(H::kCluster == 1 && tiling.splits() > 1 && !has_partial),
+  __device__ __forceinline__ Role(const unsigned char* shared, const Memory& memory, const TileOrder& order)
+      : split_in_cluster(H::kCluster == 1 && order.in_cluster),
         stages{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment, memory},
-        tiles(tiling, split_in_cluster) {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < memory.stages; ++s) {
+        tiles(order) {}
+
+  // Returns once the barriers are there, of all blocks that this one has to do with, and the thread that copies has
+  // called copy_first(). A barrier takes some fifty cycles to make: the warp of that thread makes those of the first
+  // stage alone, and those next to it the others.
+  template <class First>
+  __device__ __forceinline__ void begin(const First& copy_first) const {
+    constexpr int kWarp = 32, kOthers = kWarpgroup / kWarp - 1;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp - H::kComputing / kWarp;
+    if (threadIdx.x % kWarp == 0 && warp >= 0) {
+      for (int s = warp; s < stages.memory.stages; s += warp == 0 ? kMostStages : kOthers) {
         init_barrier(stages.full(s), 1);
         init_barrier(stages.empty(s), H::kComputing / H::kGroup * H::kCluster);
       }
+      make_barriers_visible();
+    } else if (threadIdx.x == 0 && split_in_cluster) {
+      const int fours = (H::kSums / 4 - share().rank + share().blocks - 1) / share().blocks;
       init_barrier(stages.received(), 1);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      if (split_in_cluster) {
-        const int fours = (H::kSums / 4 - share().rank + share().blocks - 1) / share().blocks;
-        expect_bytes(stages.received(), (share().blocks - 1) * fours * kFourBytes<H>);
-      }
+      make_barriers_visible();
+      expect_bytes(stages.received(), (share().blocks - 1) * fours * kFourBytes<H>);
     }
+    if (H::kCluster == 1 && copies()) copy_first();
     __syncthreads();
-    if (H::kCluster > 1) meet_in_cluster();
+    if (H::kCluster == 1) return;
+    meet_in_cluster();
+    if (copies()) copy_first();
   }
 
   __device__ Share share() const {
-    return split_in_cluster ? Share{static_cast<int>(tiles.tiling.splits()), rank_in_cluster()} : Share{1, 0};
+    return split_in_cluster ? Share{static_cast<int>(tiles.order.splits), rank_in_cluster()} : Share{1, 0};
   }
   __device__ bool computes() const { return threadIdx.x < H::kComputing; }
   __device__ bool copies() const { return threadIdx.x == H::kComputing; }
 
-  // Other blocks of the cluster may still write here, and arrive at these barriers.
   __device__ __forceinline__ void end() const {
     if (split_in_cluster && !computes()) meet_in_cluster();  // As those who compute do, in add_of_cluster.
     if (H::kCluster > 1) meet_in_cluster();
   }
 };
 
-// kRows rows of a factor, from `row` on, over kBox of k. A transposed one comes in boxes of kBox rows: all at once
-// where `whole`, as starting a copy takes long.
-template <bool kShared, bool kTransposed, int kRows, int kBox>
-__device__ __forceinline__ void copy_rows(
-    uint32_t to, const CUtensorMap& map, bool whole, int row, int k, uint32_t barrier) {
-  if constexpr (!kTransposed) {
-    copy_box<kShared>(to, map, k, row, 0, barrier);
-  } else if (whole) {
-    copy_box<kShared>(to, map, 0, k, row / kBox, barrier);
-  } else {
-#pragma unroll
-    for (int r = 0; r < kRows; r += kBox) copy_box<kShared>(to + r * kRow, map, row + r, k, 0, barrier);
-  }
-}
+// Where the boxes of a factor are that fill a stage: rows from `row` on, over kBox of k. A transposed factor comes in
+// boxes of kBox rows: all of kRows at once where `whole`, as starting a copy takes long.
+template <bool kShared, int kRows, int kBox>
+struct Boxes {
+  int x, y, z;
 
-template <class H, bool kTransposedA, bool kTransposedB>
-__device__ __forceinline__ void fill(
-    const CUtensorMap& map_a, const CUtensorMap& map_b, const Layouts& layouts, const Role<H>& role) {
-  constexpr int kShare = H::kN / H::kCluster;
-  const Stages& stages = role.stages;
-  Tiles<H> tiles = role.tiles;
-  Turn turn{stages.memory};
-  const int from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
-  bool first = true;
-  do {
-    int k = tiles.begin * H::kK;
-    for (int count = tiles.steps; count > 0; --count, k += H::kK, turn.next()) {
-      const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
-      wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
-      expect_bytes(barrier, H::kStageBytes);
-      if (first) wait_for_kernel_before(), first = false;  // All before runs beside that kernel.
-      copy_rows<false, kTransposedA, H::kM, H::kK>(stage, map_a, layouts.a.whole, tiles.row, k, barrier);
-      copy_rows<H::kCluster == 2, kTransposedB, kShare, H::kK>(
-          stage + H::kBytesA + from * kRow, map_b, layouts.b.whole, tiles.column + from, k, barrier);
+  __device__ __forceinline__ void start(Layout layout, int row, int k) {
+    x = layout.transposed ? layout.whole ? 0 : row : k;
+    y = layout.transposed ? k : row;
+    z = layout.whole ? row / kBox : 0;
+  }
+
+  __device__ __forceinline__ void copy(uint32_t to, const CUtensorMap& map, Layout layout, uint32_t barrier) {
+    copy_box<kShared>(to, map, x, y, z, barrier);
+    if (layout.transposed && !layout.whole) {
+#pragma unroll
+      for (int r = kBox; r < kRows; r += kBox) copy_box<kShared>(to + r * kRow, map, x + r, y, z, barrier);
     }
-  } while (tiles.next());
-}
+    (layout.transposed ? y : x) += kBox;
+  }
+};
+
+// What the thread that copies does: step() fills a stage, rest() all that follow. boxes.start(tiles) sets boxes to the
+// first step of a tile, and boxes.copy(to, barrier) starts a step's copies.
+template <class H, class Boxes>
+struct Copies {
+  const Stages& stages;
+  Boxes boxes;
+  Tiles<H> tiles;
+  Turn turn;
+  int left;  // steps of the tile
+
+  __device__ __forceinline__ Copies(const Role<H>& role, const Boxes& boxes)
+      : stages(role.stages), boxes(boxes), tiles(role.tiles), turn{role.stages.memory}, left(role.tiles.steps) {
+    this->boxes.start(tiles);
+  }
+
+  __device__ __forceinline__ void step() {
+    const uint32_t barrier = stages.full(turn.stage);
+    wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
+    expect_bytes(barrier, H::kStageBytes);
+    boxes.copy(stages.start + turn.stage * H::kStageBytes, barrier);
+    turn.next();
+    --left;
+  }
+
+  __device__ __forceinline__ void rest() {
+    while (true) {
+      while (left > 0) step();
+      if (!tiles.next()) break;
+      boxes.start(tiles);
+      left = tiles.steps;
+    }
+  }
+};
+
+// The boxes of both factors.
+template <class H>
+struct BoxesOfBoth {
+  static constexpr int kShare = H::kN / H::kCluster;
+
+  const CUtensorMap &map_a, &map_b;
+  const Layouts& layouts;
+  int from;
+  Boxes<false, H::kM, H::kK> a;
+  Boxes<H::kCluster == 2, kShare, H::kK> b;
+
+  __device__ __forceinline__ void start(const Tiles<H>& tiles) {
+    from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
+    a.start(layouts.a, tiles.row, tiles.begin * H::kK);
+    b.start(layouts.b, tiles.column + from, tiles.begin * H::kK);
+  }
+  __device__ __forceinline__ void copy(uint32_t to, uint32_t barrier) {
+    a.copy(to, map_a, layouts.a, barrier);
+    b.copy(to + H::kBytesA + from * kRow, map_b, layouts.b, barrier);
+  }
+};
 
 // Exchanges 4 words among 4 neighbouring threads: thread q gets word q of each.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
@@ -360,13 +398,13 @@ __device__ __forceinline__ void add_steps(float (&sums)[H::kN / 2], Turn& turn, 
     wait_barrier(stages.full(turn.stage), turn.parity);
     const uint32_t stage = stages.start + turn.stage * H::kStageBytes;
     const uint64_t a = describe<kTransposedA>(stage + warpgroup * 64 * kRow);
-    const uint64_t b = describe<kTransposedB>(stage + H::kBytesA);
+    const uint64_t b = describe<kTransposedB, kTransposedB ? H::kRowBytesB : kRow>(stage + H::kBytesA);
     pin(sums);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < H::kK / 16; ++i) {
       multiply_add<typename H::T, H::kN, kTransposedA, kTransposedB>(
-          sums, a + i * kNext16<kTransposedA>, b + i * kNext16<kTransposedB>, before >= 0 || i > 0);
+          sums, a + i * kNext16<kTransposedA>, b + i * kNext16<kTransposedB, H::kRowBytesB>, before >= 0 || i > 0);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     pin(sums);
@@ -391,7 +429,7 @@ __device__ __forceinline__ void consume(
   wait_for_kernel_before();
   do {
     float sums[H::kN / 2];
-    // Not by with_layouts: nvcc then serializes the instructions of wgmma.
+    // Not by a function of the layouts: nvcc then serializes the instructions of wgmma.
     if (layouts.a.transposed) {
       layouts.b.transposed ? add_steps<H, true, true>(sums, turn, tiles.steps, stages)
                            : add_steps<H, true, false>(sums, turn, tiles.steps, stages);
@@ -413,9 +451,9 @@ __device__ __forceinline__ void consume(
 
 template <class H>
 __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-    const __grid_constant__ Product<typename H::T, typename H::V> product, const __grid_constant__ Tiling tiling,
-    const __grid_constant__ Layouts layouts, const __grid_constant__ Memory memory) {
+    const __grid_constant__ TileOrder order, const __grid_constant__ Memory memory,
+    const __grid_constant__ Layouts layouts, const __grid_constant__ Product<typename H::T, typename H::V> product,
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
   start_kernel_behind();
@@ -423,15 +461,18 @@ __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
     prefetch_map(map_a);
     prefetch_map(map_b);
   }
-  const Role<H> role(shared, memory, tiling, product.partial != nullptr);
+  const Role<H> role(shared, memory, order);
+  Copies<H, BoxesOfBoth<H>> copies(role, {map_a, map_b, layouts});
+  role.begin([&] {
+    wait_for_kernel_before();
+    copies.step();
+  });
   if (role.computes()) {
     if constexpr (H::kRegisters != 0) take_registers<H::kRegisters>();
     consume(product, layouts, role);
   } else {
     if constexpr (H::kRegisters != 0) leave_registers<kOfCopying>();
-    if (role.copies()) {
-      with_layouts(layouts, [&]<bool kA, bool kB>() { fill<H, kA, kB>(map_a, map_b, layouts, role); });
-    }
+    if (role.copies()) copies.rest();
   }
   role.end();
 #endif
@@ -462,7 +503,7 @@ bool encode(
   const cuuint32_t steps[3] = {1, 1, 1};
   if (layout.transposed) {
     std::swap(sizes[0], sizes[1]);
-    box[0] = kInRow<T>, box[1] = static_cast<cuuint32_t>(depth);
+    box[0] = std::min(kInRow<T>, box_rows), box[1] = static_cast<cuuint32_t>(depth);
   }
   if (layout.whole) {
     sizes[0] = kInRow<T>, sizes[2] = static_cast<cuuint64_t>(rows / kInRow<T>), strides[1] = kRow;
@@ -480,13 +521,14 @@ bool encode(
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// As many stages as fit where so many blocks are on a multiprocessor, and as there are steps; and at least as much
+// As many stages as fit where so many blocks are on a multiprocessor, and as a block has steps; and at least as much
 // memory as a block's share of a cluster's sums takes.
 template <class H>
 Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, int processors) {
   const int64_t at_a_time = std::min<int64_t>(ceil_div(blocks, processors), H::kBlocks), splits = tiling.splits();
   const int64_t fit = kSharedBytes / at_a_time / H::kStageBytes;
-  const auto stages = static_cast<int>(std::min({fit, tiling.steps_per_split, int64_t(kMostStages)}));
+  const int64_t steps = tiling.steps_per_split * ceil_div(tiling.count() * H::kCluster, blocks);
+  const auto stages = static_cast<int>(std::min({fit, steps, int64_t(kMostStages)}));
   const int64_t received = split_in_cluster ? splits * ceil_div(H::kSums / 4, splits) * kFourBytes<H> : 0;
   return {std::max(stages * H::kStageBytes, static_cast<int>(received)), stages};
 }
@@ -494,7 +536,8 @@ Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, in
 template <class H>
 void multiply(
     Launch& launch, const Product<typename H::T, typename H::V>& product, const Tiling& tiling, int processors) {
-  const Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
+  Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
+  layouts.b.whole &= H::kN > kInRow<typename H::T>;  // Else one box is all of a stage.
   CUtensorMap map_a, map_b;
   if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
       !encode(product.b, layouts.b, product.n, product.k, H::kN / H::kCluster, &map_b)) {
@@ -507,8 +550,8 @@ void multiply(
   constexpr size_t kMost = kAlignment + kSharedBytes + kBarrierBytes;
   launch.clusters(
       hopper_kernel<H>, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster,
-      H::kThreads, {static_cast<size_t>(kAlignment + memory.bytes + kBarrierBytes), kMost}, true, map_a, map_b, product,
-      tiling, layouts, memory);
+      H::kThreads, {static_cast<size_t>(kAlignment + memory.bytes + kBarrierBytes), kMost}, true,
+      TileOrder(tiling, split_in_cluster), memory, layouts, product, map_a, map_b);
 }
 
 // Whether the current device runs code for architecture 9.0a: it is of 9.0, and the library has such code.

@@ -152,11 +152,11 @@ __device__ void load_fragments(uint32_t (&to)[4][4], const unsigned char* from, 
 }
 
 template <class T>
-__global__ void __launch_bounds__(Mma<T>::kThreads, 2) mma_kernel(Product<T, float> product, Tiling tiling) {
+__global__ void __launch_bounds__(Mma<T>::kThreads, 2) mma_kernel(Product<T, float> product, TileOrder order) {
   if constexpr (has_mma<T>(kArchitecture)) {
     using M = Mma<T>;
     __shared__ __align__(128) unsigned char stages[M::kStages][2][M::kStageBytes];
-    const Place at = place(tiling, blockIdx.x);
+    const Place at = order[blockIdx.x];
     const int64_t first_m = at.m * M::kM, first_n = at.n * M::kN;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / 2 * 64, column = warp % 2 * 64;
     const Order order_a = order_of(product.a), order_b = order_of(product.b);

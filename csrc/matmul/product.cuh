@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../common/launch.cuh"
@@ -68,21 +69,56 @@ __host__ __device__ constexpr bool has_mma(int architecture) {
   return architecture >= (std::is_same_v<T, __half> ? 75 : 80);
 }
 
-// Tiles that run at the same time lie in a block of the result, so that they find each other's factors in the L2 cache.
-// There are fewer than 2^31 of them, or there would be no such launch.
-// Where the blocks of a cluster have the parts of one tile, those follow each other.
-__device__ inline Place place(const Tiling& tiling, uint32_t index, bool in_cluster = false) {
-  const uint32_t tiles_m = static_cast<uint32_t>(tiling.tiles_m), tiles_n = static_cast<uint32_t>(tiling.tiles_n);
-  const uint32_t tiles = tiles_m * tiles_n, splits = in_cluster ? static_cast<uint32_t>(tiling.splits()) : 1;
-  const uint32_t split = in_cluster ? index % splits : index / tiles,
-                 tile = in_cluster ? index / splits : index % tiles;
-  const uint32_t height = min(8u, tiles_m), group = tile / (height * tiles_n), in_group = tile % (height * tiles_n);
-  const uint32_t rows = min(height, tiles_m - group * height);
-  const int64_t begin = split * tiling.steps_per_split;
-  return {
-      group * height + in_group % rows, in_group / rows, split, begin,
-      min(begin + tiling.steps_per_split, tiling.steps)};
-}
+// Divides by a number that the host knows, by a product and a shift: a division takes a hundred cycles.
+struct Divisor {
+  uint32_t number, factor, shift = 0;
+
+  explicit Divisor(int64_t divisor) : number(static_cast<uint32_t>(divisor)) {
+    while ((uint64_t{1} << shift) < number) ++shift;
+    factor = static_cast<uint32_t>((((uint64_t{1} << shift) - number) << 32) / number + 1);
+  }
+
+  // Of x, which is below 2^31.
+  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, factor) + x) >> shift; }
+};
+
+// In which order blocks take tiles. Those that run at the same time lie in a block of the result, so that they find
+// each other's factors in the L2 cache. There are fewer than 2^31 of them, or there would be no such launch. Where the
+// blocks of a cluster have the parts of one tile, those follow each other.
+class TileOrder {
+ public:
+  TileOrder(const Tiling& tiling, bool in_cluster)
+      : count(static_cast<uint32_t>(tiling.count())),
+        splits(static_cast<uint32_t>(tiling.splits())),
+        in_cluster(in_cluster),
+        last_group_(static_cast<uint32_t>((tiling.tiles_m - 1) / kHeight)),
+        inner_(in_cluster ? tiling.splits() : tiling.tiles_m * tiling.tiles_n),
+        group_(std::min(kHeight, tiling.tiles_m) * tiling.tiles_n),
+        height_(std::min(kHeight, tiling.tiles_m)),
+        last_height_((tiling.tiles_m - 1) % kHeight + 1),
+        steps_(tiling.steps),
+        steps_per_split_(tiling.steps_per_split) {}
+
+  uint32_t count, splits;
+  bool in_cluster;
+
+  __device__ Place operator[](uint32_t index) const {
+    const uint32_t outside = inner_.quotient(index), inside = index - outside * inner_.number;
+    const uint32_t split = in_cluster ? inside : outside, tile = in_cluster ? outside : inside;
+    const uint32_t group = group_.quotient(tile), in_group = tile - group * group_.number;
+    const Divisor height = group == last_group_ ? last_height_ : height_;
+    const uint32_t column = height.quotient(in_group), row = in_group - column * height.number;
+    const int64_t begin = split * steps_per_split_;
+    return {group * height_.number + row, column, split, begin, min(begin + steps_per_split_, steps_)};
+  }
+
+ private:
+  static constexpr int64_t kHeight = 8;
+
+  uint32_t last_group_;
+  Divisor inner_, group_, height_, last_height_;
+  int64_t steps_, steps_per_split_;
+};
 
 template <class T, class V>
 __device__ T round_to(V value) {

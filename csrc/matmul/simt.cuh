@@ -158,12 +158,12 @@ class Loads<S, V, V, Reads::kAlongK, kSize> {
 };
 
 template <class S, Reads kA, Reads kB, class T, class V>
-__device__ __forceinline__ void multiply_simt(const Product<T, V>& product, const Tiling& tiling) {
+__device__ __forceinline__ void multiply_simt(const Product<T, V>& product, const TileOrder& order) {
   extern __shared__ __align__(16) unsigned char shared[];
   auto* stages = reinterpret_cast<Stage<S, V, kB>*>(shared);
   // A thread's columns: vectors, or single ones, so that neighbouring threads read neighbouring rows of shared memory.
   constexpr int kWide = kB == Reads::kAlongK ? 1 : S::kVec;
-  const Place at = place(tiling, blockIdx.x);
+  const Place at = order[blockIdx.x];
   const int64_t first_m = at.m * S::kM, first_n = at.n * S::kN;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // A thread's rows and columns come in vectors, and those of a warp's threads lie side by side. Of eight threads, two
@@ -286,8 +286,8 @@ constexpr int kMostBlocks = kArchitecture < 80 ? 1 : 4;  // Turing's shared memo
 
 template <class S, Reads kA, Reads kB, class T, class V>
 __global__ void __launch_bounds__(S::kThreads, std::min(S::kBlocks, kMostBlocks))
-    simt_kernel(Product<T, V> product, Tiling tiling) {
-  if constexpr (std::is_same_v<T, float> || !has_mma<T>(kArchitecture)) multiply_simt<S, kA, kB>(product, tiling);
+    simt_kernel(Product<T, V> product, TileOrder order) {
+  if constexpr (std::is_same_v<T, float> || !has_mma<T>(kArchitecture)) multiply_simt<S, kA, kB>(product, order);
 }
 
 }  // namespace extension_cpp::matmul

@@ -84,35 +84,30 @@ struct Split {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// The boxes of the rows, and of the parts of the other factor, which another kernel makes.
 template <class H>
-__device__ __forceinline__ void fill_parts(
-    const CUtensorMap& map_rows, bool transposed, const CUtensorMap& map_parts, int rows_of_part, const Role<H>& role) {
-  const Stages& stages = role.stages;
-  Tiles<H> tiles = role.tiles;
-  Turn turn{stages.memory};
-  bool first = true;
-  do {
-    int k = tiles.begin * H::kK;
-    for (int count = tiles.steps; count > 0; --count, k += H::kK, turn.next()) {
-      const uint32_t barrier = stages.full(turn.stage), stage = stages.start + turn.stage * H::kStageBytes;
-      wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
-      expect_bytes(barrier, H::kStageBytes);
-      if (transposed) {
+struct BoxesOfParts {
+  const CUtensorMap &map_rows, &map_parts;
+  Layout layout;
+  int rows_of_part;
+  bool is_first;
+  int column, k;
+  Boxes<false, H::kM, H::kK> rows;
+
+  __device__ __forceinline__ void start(const Tiles<H>& tiles) {
+    column = tiles.column, k = tiles.begin * H::kK;
+    rows.start(layout, tiles.row, k);
+  }
+  __device__ __forceinline__ void copy(uint32_t to, uint32_t barrier) {
+    rows.copy(to, map_rows, layout, barrier);
+    if (is_first) wait_for_kernel_before(), is_first = false;
 #pragma unroll
-        for (int r = 0; r < H::kM; r += H::kK) {
-          copy_box<false>(stage + r * kRow, map_rows, tiles.row + r, k, 0, barrier);
-        }
-      } else {
-        copy_box<false>(stage, map_rows, k, tiles.row, 0, barrier);
-      }
-      if (first) wait_for_kernel_before(), first = false;  // Which makes the parts.
-#pragma unroll
-      for (int p = 0; p < Parts::kCount; ++p) {
-        copy_box<false>(stage + H::kBytesA + p * H::kBytesB, map_parts, k, p * rows_of_part + tiles.column, 0, barrier);
-      }
+    for (int p = 0; p < Parts::kCount; ++p) {
+      copy_box<false>(to + H::kBytesA + p * H::kBytesB, map_parts, k, p * rows_of_part + column, 0, barrier);
     }
-  } while (tiles.next());
-}
+    k += H::kK;
+  }
+};
 
 // The parts of 64 rows over 16 of k, as the threads of a warpgroup pass them to wgmma: a thread has two neighbouring
 // rows, and of each two times two neighbours along k, eight apart.
@@ -267,19 +262,21 @@ __device__ __forceinline__ void consume_parts(
 // With `flipped`, the rows of b are those that are split on the way, and the result's columns.
 template <class H>
 __global__ void __launch_bounds__(H::kThreads, 1) split_product_kernel(
-    const __grid_constant__ CUtensorMap map_rows, const __grid_constant__ CUtensorMap map_parts,
-    const __grid_constant__ Product<float, float> product, const __grid_constant__ Tiling tiling,
-    const __grid_constant__ Memory memory, bool flipped, bool transposed) {
+    const __grid_constant__ TileOrder order, const __grid_constant__ Memory memory, const Layout layout, bool flipped,
+    const __grid_constant__ Product<float, float> product, const __grid_constant__ CUtensorMap map_rows,
+    const __grid_constant__ CUtensorMap map_parts) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
-  const Role<H> role(shared, memory, tiling, product.partial != nullptr);
+  const Role<H> role(shared, memory, order);
+  const int rows_of_part = static_cast<int>(flipped ? product.m : product.n);
+  Copies<H, BoxesOfParts<H>> copies(role, {map_rows, map_parts, layout, rows_of_part, true});
+  role.begin([&] { copies.step(); });
   if (role.computes()) {
     take_registers<232>();
-    consume_parts<H>(product, flipped, transposed, role);
+    consume_parts<H>(product, flipped, layout.transposed, role);
   } else {
     leave_registers<kOfCopying>();
-    const int rows_of_part = static_cast<int>(flipped ? product.m : product.n);
-    if (role.copies()) fill_parts<H>(map_rows, transposed, map_parts, rows_of_part, role);
+    if (role.copies()) copies.rest();
   }
   role.end();
 #endif
@@ -301,8 +298,8 @@ void run_split(
   const int64_t blocks = in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors);
   launch.clusters(
       split_product_kernel<H>, blocks, in_cluster ? static_cast<int>(tiling.splits()) : 1, H::kThreads,
-      kAlignment + kMemory.bytes + kBarrierBytes, true, map_rows, map_parts, product, tiling, kMemory, flipped,
-      layout.transposed);
+      kAlignment + kMemory.bytes + kBarrierBytes, true, TileOrder(tiling, in_cluster), kMemory, layout, flipped,
+      product, map_rows, map_parts);
 }
 
 constexpr int64_t kBytesOfParts = Parts::kCount * sizeof(__nv_bfloat16);

@@ -20,6 +20,11 @@ __device__ inline void init_barrier(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 
+// For copies and other blocks of the cluster, once the blocks have met.
+__device__ inline void make_barriers_visible() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 __device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -131,19 +136,19 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
   }
 }
 
-// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes, or of 64 along k, swizzled. Along k,
-// 8 rows of a transposed factor are 1,024 bytes and 64 of its columns a box; of another, 8 rows follow each other.
+// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes or of 64, swizzled. Along k, 8 rows
+// of a transposed factor follow each other, and 64 of its columns are a box; of another, 8 rows follow each other.
 template <bool kTransposed, int kRowBytes = 128>
 __device__ uint64_t describe(uint32_t at) {
-  static_assert(kRowBytes == 128 || (kRowBytes == 64 && !kTransposed));
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
   constexpr uint64_t kSwizzle = uint64_t(kRowBytes == 128 ? 1 : 2) << 62, kStride = uint64_t(8 * kRowBytes / 16) << 32;
   constexpr uint64_t kLeading = uint64_t(kTransposed ? 64 * 128 / 16 : 1) << 16;
   return kSwizzle | kStride | kLeading | (at & 0x3ffff) >> 4;
 }
 
 // From one 16 of k to the next, in the descriptor's units of 16 bytes.
-template <bool kTransposed>
-constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
+template <bool kTransposed, int kRowBytes = 128>
+constexpr uint64_t kNext16 = (kTransposed ? 16 * kRowBytes : 32) / 16;
 
 #define SUMS_8(i)                                                                                               \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
@@ -152,6 +157,7 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
   SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24), SUMS_8(i + 32), SUMS_8(i + 40), SUMS_8(i + 48), \
       SUMS_8(i + 56)
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define OPERANDS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define OPERANDS_32                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -189,7 +195,7 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * 128 : 32) / 16;
 // sums (+)= a * b, of 64 rows of a and kN of b, float16 or bfloat16, over 16 of k.
 template <class T, int kN, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t from_a, uint64_t from_b, int add_to) {
-  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kN == 256 && kHalf) {
     WGMMA("m64n256k16", "f16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
@@ -199,6 +205,10 @@ __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t fro
     WGMMA("m64n192k16", "f16", OPERANDS_96, "%96", "%97", "%98", "%99", "%100", SUMS_64(0), SUMS_32(64));
   } else if constexpr (kN == 192) {
     WGMMA("m64n192k16", "bf16", OPERANDS_96, "%96", "%97", "%98", "%99", "%100", SUMS_64(0), SUMS_32(64));
+  } else if constexpr (kN == 32 && kHalf) {
+    WGMMA("m64n32k16", "f16", OPERANDS_16, "%16", "%17", "%18", "%19", "%20", SUMS_8(0), SUMS_8(8));
+  } else if constexpr (kN == 32) {
+    WGMMA("m64n32k16", "bf16", OPERANDS_16, "%16", "%17", "%18", "%19", "%20", SUMS_8(0), SUMS_8(8));
   } else if constexpr (kN == 64 && kHalf) {
     WGMMA("m64n64k16", "f16", OPERANDS_32, "%32", "%33", "%34", "%35", "%36", SUMS_32(0));
   } else if constexpr (kN == 64) {
@@ -225,6 +235,7 @@ __device__ __forceinline__ void multiply_add(
 #undef SUMS_8
 #undef SUMS_32
 #undef SUMS_64
+#undef OPERANDS_16
 #undef OPERANDS_32
 #undef OPERANDS_64
 #undef OPERANDS_96
