@@ -384,6 +384,21 @@ class TestCuda:
             for x, y in itertools.product([a, *views(a)], [b, *views(b)]):
                 assert same_bits(extension_cpp.matmul(x, y), want), f"{sizes}: {x.stride()} and {y.stride()}"
 
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+    def test_halves_of_any_tile(self, dtype):
+        """All tiles of Hopper, where k is whole, in parts in a cluster and in parts in memory, in every layout."""
+        whole = [(520, 200, 520), (300, 520, 3000), (3000, 64, 520), (1000, 200, 3000), (300, 1000, 4096)]
+        whole += [(16, 64, 40), (2000, 520, 520), (4096, 200, 1000), (520, 4096, 3000), (40, 72, 4100)]
+        in_cluster = [(16, 1000, 40), (520, 4096, 40), (64, 4096, 3000), (3000, 4096, 16), (520, 4096, 520)]
+        in_memory = [(64, 8192, 16), (300, 20_000, 100), (520, 20_000, 40), (256, 20_000, 520), (300, 8192, 2000)]
+        in_memory += [(1500, 20_000, 1000), (16, 20_000, 520), (520, 20_000, 256), (16, 20_000, 100)]
+        for sizes in whole + in_cluster + in_memory:
+            a, b = factors("cuda", dtype, *sizes)
+            compare(a, b)
+            want = extension_cpp.matmul(a, b)
+            for x, y in itertools.product((a, a.t().contiguous().t()), (b, b.t().contiguous().t())):
+                assert same_bits(extension_cpp.matmul(x, y), want), f"{sizes}: {x.stride()} and {y.stride()}"
+
     def test_float32_is_as_exact(self):
         """Of positive numbers, whose rounding errors add up where sums are cut off, and of wide ranges."""
         for k in (64, 1000, 8192):

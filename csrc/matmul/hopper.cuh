@@ -178,7 +178,6 @@ struct Role {
 
   __device__ __forceinline__ void end() const {
     if (split_in_cluster && !computes()) meet_in_cluster();  // As those who compute do, in add_of_cluster.
-    if (H::kCluster > 1) meet_in_cluster();
   }
 };
 
@@ -235,6 +234,9 @@ struct Copies {
       boxes.start(tiles);
       left = tiles.steps;
     }
+    if (H::kCluster == 1) return;
+    // The barriers must be there until the other block has arrived at them for the last time.
+    for (int s = 0; s < stages.memory.stages; ++s, turn.next()) wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
   }
 };
 
