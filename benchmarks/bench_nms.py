@@ -210,7 +210,7 @@ def memory(n: int) -> Case:
         extension_cpp.nms(boxes, scores, THRESHOLD)
         return float(torch.cuda.max_memory_allocated() - before)
 
-    extra = {"workload": "memory beside the inputs", "unit": "B", "timer": reported, "rounds": 1}
+    extra = {"workload": "memory next to the inputs", "unit": "B", "timer": reported, "rounds": 1}
     made = lambda: tuple(t.cuda() for t in random_boxes(n, 10_000))  # noqa: E731
     return Case("nms", "cuda", {OURS: measured}, made, dtype=torch.float32, size=f"{n:,}", **extra)
 
