@@ -27,6 +27,9 @@ SHAPES = (
     (100_000, 64, 64),
     (512, 32_768, 512),
     (64, 100_000, 64),
+    (8, 4096, 14_336),
+    (32, 4096, 4096),
+    (100_000, 64, 8),
 )
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 

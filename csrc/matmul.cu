@@ -35,13 +35,13 @@ const Device& current_device(const Launch& launch, int index) {
   return device;
 }
 
-// The factor as the tensor memory accelerator can read it: itself, or a copy that `memory` holds.
+// The factor as the tensor memory accelerator can read it: itself, or a copy that `memory` holds, if `along_k` along k.
 template <class T>
 Factor<T> readable(
     Launch& launch, const View& like, const Device& device, const Factor<T>& factor, int64_t rows, int64_t k,
-    std::optional<Tensor>& memory) {
-  if (hopper::reads(factor, rows, k)) return factor;
-  const bool by_k = factor.outer == 1 && factor.inner != 1;
+    bool along_k, std::optional<Tensor>& memory) {
+  if (hopper::reads(factor, rows, k) && (factor.inner == 1 || !along_k)) return factor;
+  const bool by_k = !along_k && factor.outer == 1 && factor.inner != 1;
   const Padded shape = by_k ? Padded{k, rows, factor.inner, factor.outer} : Padded{rows, k, factor.outer, factor.inner};
   const int64_t stride = ceil_div(shape.columns, 8) * 8;
   memory = scratch(like, shape.rows * stride * static_cast<int64_t>(sizeof(T)));
@@ -149,31 +149,48 @@ void mma(Launch& launch, const View& like, const Product<T, float>& product, con
   });
 }
 
+bool is_narrow(int64_t m, int64_t n) {
+  return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
+}
+
 template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
-  constexpr int kCount = sizeof(hopper::kTiles) / sizeof(hopper::kTiles[0]);
-  TileModel shapes[kCount];
-  for (int i = 0; i < kCount; ++i) {
+  TileModel shapes[hopper::kTileCount];
+  for (int i = 0; i < hopper::kTileCount; ++i) {
     const auto [m, n, cluster, blocks, rate] = hopper::kTiles[i];
     shapes[i] = {m * cluster, n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster};
   }
+  // Few rows are columns of a tile, of which there may be 32; rows of a tile are 64.
+  const bool narrow = is_narrow(product.m, product.n);
+  if (narrow && product.m < product.n) product = product.swapped();
+  // Short rows of b, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
+  constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
+  const bool crowded =
+      narrow && product.n < shapes[hopper::kNarrowest].n && product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
   std::optional<Tensor> memory_a, memory_b;
-  product.a = readable(launch, like, device, product.a, product.m, product.k, memory_a);
-  product.b = readable(launch, like, device, product.b, product.n, product.k, memory_b);
+  product.a = readable(launch, like, device, product.a, product.m, product.k, false, memory_a);
+  product.b = readable(launch, like, device, product.b, product.n, product.k, crowded, memory_b);
   constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39};
-  const Plan chosen = plan(shapes, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
+  const auto plan_of = [&](const auto& models) {
+    return plan(models, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
+  };
+  const TileModel narrowest[] = {shapes[hopper::kNarrowest]};
+  Plan chosen = narrow ? plan_of(narrowest) : plan_of(shapes);
+  if (narrow) chosen.shape = hopper::kNarrowest;
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
       using hopper::Hopper;
       constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
       kRuns[plan.shape](launch, p, plan.tiling, device.processors);
-    }(std::make_integer_sequence<int, kCount>());
+    }(std::make_integer_sequence<int, hopper::kTileCount>());
   });
 }
 
 bool fits_wgmma(int64_t m, int64_t n, int64_t k) {
   constexpr double kWorthCopies = 128.0 * 128 * 128;  // Where the memory accelerator can't read the factors.
-  const bool worth = (m | n | k) % 8 == 0 || static_cast<double>(m) * n * k >= kWorthCopies;
+  // A copy of few rows takes little time, and is made only where they don't lie along k.
+  const int64_t few = is_narrow(m, n) ? 0 : std::min(m, n);
+  const bool worth = (k | std::max(m, n) | few) % 8 == 0 || static_cast<double>(m) * n * k >= kWorthCopies;
   return std::max({m, n, k}) <= hopper::kLargest && worth;
 }
 

@@ -29,9 +29,11 @@ struct Tile {
 };
 constexpr Tile kTiles[] = {
     {128, 256, 2, 1, 4275}, {128, 256, 1, 1, 2780}, {64, 128, 1, 2, 2140},  {128, 128, 1, 1, 4220},
-    {64, 64, 1, 3, 1525},   {128, 64, 1, 2, 2140},  {128, 128, 2, 1, 3885}, {64, 128, 2, 2, 2620},
-    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {64, 32, 1, 4, 725},
+    {64, 64, 1, 3, 1525},   {128, 64, 1, 2, 2140},  {128, 128, 2, 1, 3885}, {64, 128, 2, 2, 2440},
+    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {64, 32, 1, 4, 600},
 };
+constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
+constexpr int kNarrowest = kTileCount - 1;  // The tile of products with as few rows or columns.
 
 template <class T_, int kTile>
 struct Hopper {
