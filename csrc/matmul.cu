@@ -12,6 +12,7 @@
 #include "matmul/doubles.cuh"
 #include "matmul/hopper.cuh"
 #include "matmul/mma.cuh"
+#include "matmul/outer.cuh"
 #include "matmul/plan.cuh"
 #include "matmul/simt.cuh"
 #include "matmul/split.cuh"
@@ -35,21 +36,30 @@ const Device& current_device(const Launch& launch, int index) {
   return device;
 }
 
-// The factor as the tensor memory accelerator can read it: itself, or a copy that `memory` holds, if `along_k` along k.
+// Lets the tensor memory accelerator read both factors: those that it can't, or b if it shall lie along k, become
+// copies that `memory` holds.
 template <class T>
-Factor<T> readable(
-    Launch& launch, const View& like, const Device& device, const Factor<T>& factor, int64_t rows, int64_t k,
-    bool along_k, std::optional<Tensor>& memory) {
-  if (hopper::reads(factor, rows, k) && (factor.inner == 1 || !along_k)) return factor;
-  const bool by_k = !along_k && factor.outer == 1 && factor.inner != 1;
-  const Padded shape = by_k ? Padded{k, rows, factor.inner, factor.outer} : Padded{rows, k, factor.outer, factor.inner};
-  const int64_t stride = ceil_div(shape.columns, 8) * 8;
-  memory = scratch(like, shape.rows * stride * static_cast<int64_t>(sizeof(T)));
-  T* to = static_cast<T*>(memory->mutable_data_ptr());
+void make_readable(
+    Launch& launch, const View& like, const Device& device, Product<T, float>& product, bool b_along_k,
+    std::optional<Tensor> (&memory)[2]) {
+  Pad pads[2] = {};
+  auto pad = [&](Factor<T>& factor, int64_t rows, bool along_k, Pad& copy, std::optional<Tensor>& memory) {
+    if (hopper::reads(factor, rows, product.k) && (factor.inner == 1 || !along_k)) return;
+    const bool by_k = !along_k && factor.outer == 1 && factor.inner != 1;
+    copy = by_k ? Pad{product.k, rows, factor.inner, factor.outer} : Pad{rows, product.k, factor.outer, factor.inner};
+    const int64_t stride = ceil_div(copy.columns, 8) * 8;
+    memory = scratch(like, copy.rows * stride * static_cast<int64_t>(sizeof(T)));
+    T* to = static_cast<T*>(memory->mutable_data_ptr());
+    copy.from = reinterpret_cast<const uint16_t*>(factor.data), copy.to = reinterpret_cast<uint16_t*>(to);
+    factor = by_k ? Factor<T>{to, 1, stride} : Factor<T>{to, stride, 1};
+  };
+  pad(product.a, product.m, false, pads[0], memory[0]);
+  pad(product.b, product.n, b_along_k, pads[1], memory[1]);
+  const int64_t count = pads[0].chunks() + pads[1].chunks();
+  if (count == 0) return;
   start<T>(
-      launch, device, pad_kernel, std::min(ceil_div(shape.rows * stride / 8, kCopyThreads), kMostCopyBlocks),
-      kCopyThreads, 0, reinterpret_cast<const uint16_t*>(factor.data), shape, reinterpret_cast<uint16_t*>(to));
-  return by_k ? Factor<T>{to, 1, stride} : Factor<T>{to, stride, 1};
+      launch, device, pad_kernel, std::min(ceil_div(count, kCopyThreads), kMostCopyBlocks), kCopyThreads, 0, pads[0],
+      pads[1]);
 }
 
 // With the plan's parts of k, which are in steps of S::kK, and tiles of S.
@@ -167,10 +177,9 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
   const bool crowded =
       narrow && product.n < shapes[hopper::kNarrowest].n && product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  std::optional<Tensor> memory_a, memory_b;
-  product.a = readable(launch, like, device, product.a, product.m, product.k, false, memory_a);
-  product.b = readable(launch, like, device, product.b, product.n, product.k, crowded, memory_b);
-  constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39};
+  std::optional<Tensor> memory[2];
+  make_readable(launch, like, device, product, crowded, memory);
+  constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5};
   const auto plan_of = [&](const auto& models) {
     return plan(models, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
   };
@@ -186,12 +195,9 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   });
 }
 
-bool fits_wgmma(int64_t m, int64_t n, int64_t k) {
-  constexpr double kWorthCopies = 128.0 * 128 * 128;  // Where the memory accelerator can't read the factors.
-  // A copy of few rows takes little time, and is made only where they don't lie along k.
-  const int64_t few = is_narrow(m, n) ? 0 : std::min(m, n);
-  const bool worth = (k | std::max(m, n) | few) % 8 == 0 || static_cast<double>(m) * n * k >= kWorthCopies;
-  return std::max({m, n, k}) <= hopper::kLargest && worth;
+template <class T, class V>
+bool fits_hopper(const Product<T, V>& product) {
+  return std::max({product.m, product.n, product.k}) <= hopper::kLargest;
 }
 
 // Sums of a few products have their own bound, and parts of very long rows don't fit.
@@ -227,7 +233,7 @@ void run(Launch& launch, const View& like, Product<T, float> product, const Devi
     make_vectors(launch, like, product.a, product.rows_a, tf32, product.k, product.n, memory_a);
     make_vectors(launch, like, product.b, product.rows_b, tf32, product.k, product.m, memory_b);
     tf32 ? mma(launch, like, product, device) : simt(launch, like, product, device, of_simt);
-  } else if (device.hopper && fits_wgmma(product.m, product.n, product.k)) {
+  } else if (device.hopper && fits_hopper(product)) {
     wgmma(launch, like, product, device);
   } else if (has_mma<T>(device.architecture)) {
     mma(launch, like, product, device);
@@ -237,7 +243,7 @@ void run(Launch& launch, const View& like, Product<T, float> product, const Devi
 }
 
 void run(Launch& launch, const View& like, const Product<double, double>& product, const Device& device, bool) {
-  if (device.hopper && std::max({product.m, product.n, product.k}) <= hopper::kLargest) {
+  if (device.hopper && fits_hopper(product)) {
     hopper::multiply_doubles(launch, like, product, device);
   } else if (has_mma<double>(device.architecture)) {
     mma(launch, like, product, device);
@@ -263,7 +269,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
       nullptr};
   const Device& device = current_device(launch, a.device_index);
   // Tiles are wide: few columns are better as few rows. Those of Hopper are of any shape.
-  const bool of_hopper = sizeof(T) == 2 && device.hopper && fits_wgmma(product.m, product.n, product.k);
+  const bool of_hopper = sizeof(T) == 2 && device.hopper && fits_hopper(product);
   const int64_t few_rows = of_hopper ? 1 : 64;
   if (product.n <= few_rows && product.m > product.n) product = product.swapped();
   // The stride of a dimension of size 1 means nothing, and would look as if rows were not aligned.
@@ -276,6 +282,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   normalise(product.b, product.n);
   constexpr int64_t kLeastOfVector = std::is_same_v<T, float> ? 64 : 8;  // of k, for warps to have something to do
   if (product.m == 1 && product.k >= kLeastOfVector) return multiply_vector(launch, a, product, device);
+  if (product.k == 1) return multiply_outer(launch, product);
   run(launch, a, product, device, allow_tf32);
 }
 

@@ -386,19 +386,53 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
     def test_halves_of_any_tile(self, dtype):
-        """All tiles of Hopper, where k is whole, in parts in a cluster and in parts in memory, in every layout."""
+        """All tiles of Hopper, where k is whole, in parts in a cluster and in parts in memory, in every layout; and rows that
+        are copied, or stored in pieces, as they begin anywhere."""
         whole = [(520, 200, 520), (300, 520, 3000), (3000, 64, 520), (1000, 200, 3000), (300, 1000, 4096)]
         whole += [(16, 64, 40), (2000, 520, 520), (4096, 200, 1000), (520, 4096, 3000), (40, 72, 4100)]
         whole += [(2, 512, 512), (5, 1024, 520), (1000, 520, 7), (32, 1000, 8200), (40_000, 64, 16)]
         in_cluster = [(16, 1000, 40), (520, 4096, 40), (64, 4096, 3000), (3000, 4096, 16), (520, 4096, 520)]
         in_memory = [(64, 8192, 16), (300, 20_000, 100), (520, 20_000, 40), (256, 20_000, 520), (300, 8192, 2000)]
         in_memory += [(1500, 20_000, 1000), (16, 20_000, 520), (520, 20_000, 256), (16, 20_000, 100)]
-        for sizes in whole + in_cluster + in_memory:
+        unaligned = [
+            (7, 3, 5),
+            (16, 2, 64),
+            (64, 2, 1000),
+            (100, 500, 16),
+            (1, 5, 2000),
+            (500, 64, 500),
+            (300, 100, 498),
+        ]
+        unaligned += [(3000, 500, 260), (520, 64, 3004), (90_000, 16, 500), (260, 9001, 101)]
+        for sizes in whole + in_cluster + in_memory + unaligned:
             a, b = factors("cuda", dtype, *sizes)
             compare(a, b)
             want = extension_cpp.matmul(a, b)
             for x, y in itertools.product((a, a.t().contiguous().t()), (b, b.t().contiguous().t())):
                 assert same_bits(extension_cpp.matmul(x, y), want), f"{sizes}: {x.stride()} and {y.stride()}"
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    def test_outer(self, dtype):
+        """One product an element has the bits of the CPU."""
+        for m, n in ((1, 1), (1, 7), (9, 1), (500, 500), (3, 1001), (70_000, 3), (3, 70_000), (129, 514), (1030, 4100)):
+            a, b = factors("cuda", dtype, m, 1, n)
+            want = extension_cpp.matmul(a.cpu(), b.cpu())
+            for x, y in itertools.product((a, *views(a)), (b, *views(b))):
+                assert same_bits(extension_cpp.matmul(x, y).cpu(), want), f"{(m, n)}: {x.stride()} and {y.stride()}"
+        a, b = (torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan")], dtype=dtype),) * 2
+        a, b = a[:, None], b[None]
+        got, want = extension_cpp.matmul(a.cuda(), b.cuda()).cpu(), (a.double() @ b.double()).to(dtype)
+        assert torch.equal(got.nan_to_num(), want.nan_to_num()) and torch.equal(got.isnan(), want.isnan())
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    def test_vectors_of_any_alignment(self, dtype):
+        for k, n in ((2000, 500), (500, 1004), (100, 4), (100, 12), (4000, 20), (300, 10_004), (999, 1001), (64, 6)):
+            x, matrix = factors("cuda", dtype, 1, k, n)
+            compare(x, matrix)
+            want = extension_cpp.matmul(x, matrix)
+            for y in (matrix, *views(matrix)):
+                assert same_bits(extension_cpp.matmul(x, y), want), f"{(k, n)}: {y.stride()}"
+                assert same_bits(extension_cpp.matmul(y.t(), x.t()), want.t()), f"{(n, k)}: {y.t().stride()}"
 
     def test_float32_is_as_exact(self):
         """Of positive numbers, whose rounding errors add up where sums are cut off, and of wide ranges."""

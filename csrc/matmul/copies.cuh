@@ -93,22 +93,41 @@ void with_splits(
   start<T>(launch, device, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
 }
 
-// Rows of a multiple of 8 elements, each from a multiple of 16 bytes on.
-struct Padded {
+// A copy in rows of a multiple of 8 elements, each from a multiple of 16 bytes on.
+struct Pad {
   int64_t rows, columns, row_stride, column_stride;
+  const uint16_t* from;
+  uint16_t* to;
+
+  __host__ __device__ int64_t chunks() const { return rows * ceil_div(columns, 8); }
+
+  __device__ void copy(int64_t chunk) const {
+    const int64_t across = ceil_div(columns, 8), row = chunk / across, column = chunk % across * 8;
+    const uint16_t* source = from + row * row_stride + column * column_stride;
+    const bool in_fours =
+        column_stride == 1 && columns % 4 == 0 && row_stride % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 8 == 0;
+    uint16_t values[8] = {};
+    if (in_fours) {
+      uint2 words[2] = {*reinterpret_cast<const uint2*>(source), {}};
+      if (column + 4 < columns) words[1] = *reinterpret_cast<const uint2*>(source + 4);
+      memcpy(values, words, sizeof(words));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (column + e < columns) values[e] = source[e * column_stride];
+      }
+    }
+    store_vector<uint16_t, 8>(to + chunk * 8, values);
+  }
 };
 
-static __global__ void pad_kernel(const uint16_t* from, Padded shape, uint16_t* to) {
+// Either may have no rows.
+static __global__ void pad_kernel(Pad a, Pad b) {
   wait_for_kernel_before();
-  const int64_t chunks = ceil_div(shape.columns, 8), count = shape.rows * chunks;
+  const int64_t of_a = a.chunks(), count = of_a + b.chunks();
   for (int64_t i = int64_t(blockIdx.x) * kCopyThreads + threadIdx.x; i < count;
        i += int64_t(gridDim.x) * kCopyThreads) {
-    const int64_t row = i / chunks, column = i % chunks * 8;
-    const uint16_t* source = from + row * shape.row_stride + column * shape.column_stride;
-    uint16_t values[8];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) values[e] = column + e < shape.columns ? source[e * shape.column_stride] : uint16_t(0);
-    store_vector<uint16_t, 8>(to + i * 8, values);
+    i < of_a ? a.copy(i) : b.copy(i - of_a);
   }
 }
 

@@ -341,6 +341,15 @@ __device__ __forceinline__ void store_group(
   }
 }
 
+// Two neighbouring sums of a group of eight columns, as they are stored.
+template <class T>
+__device__ __forceinline__ uint32_t rounded_pair(const float* sums) {
+  const T rounded[2] = {round_to<T>(sums[0]), round_to<T>(sums[1])};
+  uint32_t word;
+  memcpy(&word, rounded, sizeof(rounded));
+  return word;
+}
+
 // Stores a thread's sums of a tile.
 template <class H>
 __device__ __forceinline__ void store(
@@ -348,37 +357,46 @@ __device__ __forceinline__ void store(
   using T = typename H::T;
   const int in_quad = threadIdx.x % 4;
   int64_t row = tiles.row + row_in_tile();
-  if (product.partial == nullptr && !product.has_vectors(8)) {
+  if (product.partial == nullptr && !product.has_vectors(4)) {
 #pragma unroll
     for (int j = 0; j < H::kN / 8; ++j) store_group(product, row, tiles.column + j * 8, sums + j * 4);
     return;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half, row += 8) {
+    const float* of_row = sums + half * 2;
     if (product.partial != nullptr) {
       const int64_t first = tiles.column + in_quad * 2;
       float* to = product.partial + (tiles.split * product.m + row) * product.partial_stride + first;
 #pragma unroll
       for (int j = 0; j < H::kN / 8; ++j) {
         if (row < product.m && first + j * 8 < product.partial_stride) {
-          store_vector<float, 2>(to + j * 8, sums + j * 4 + half * 2);
+          store_vector<float, 2>(to + j * 8, of_row + j * 4);
         }
       }
-    } else {
+    } else if (product.has_vectors(8)) {
       const int64_t eight = tiles.column + in_quad * 8;
       T* to = product.c + row * product.c_outer + eight;
 #pragma unroll
       for (int j = 0; j < H::kN / 8; j += 4) {
         uint32_t words[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float* pair = sums + (j + e) * 4 + half * 2;
-          const T rounded[2] = {round_to<T>(pair[0]), round_to<T>(pair[1])};
-          memcpy(&words[e], rounded, sizeof(rounded));
-        }
+        for (int e = 0; e < 4; ++e) words[e] = rounded_pair<T>(of_row + (j + e) * 4);
         transpose_quad(words);
         if (row < product.m && eight + j * 8 < product.n) {
           *reinterpret_cast<uint4*>(to + j * 8) = {words[0], words[1], words[2], words[3]};
+        }
+      }
+    } else {  // Fours of columns, of two groups: those of the first are for threads that are even.
+      const bool odd = in_quad & 1;
+      const int64_t four = tiles.column + odd * 8 + in_quad / 2 * 4;
+      T* to = product.c + row * product.c_outer + four;
+#pragma unroll
+      for (int j = 0; j < H::kN / 8; j += 2) {
+        const uint32_t first = rounded_pair<T>(of_row + j * 4), second = rounded_pair<T>(of_row + j * 4 + 4);
+        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
+        if (row < product.m && four + j * 8 < product.n) {
+          *reinterpret_cast<uint2*>(to + j * 8) = odd ? uint2{received, second} : uint2{first, received};
         }
       }
     }

@@ -39,6 +39,8 @@ struct Costs {
   double per_group = 0;       // the same, for eight columns of a block's share
   double per_element = 0;     // to store an element of a tile
   double unaligned = 1;       // how much longer it takes to read rows that don't begin with a line of the cache
+  double per_part = 0;        // to add up one part of k more in another launch
+  double outside = 0;         // how much longer memory takes if tiles are twice as large as what they have to read
 };
 
 struct Plan {
@@ -83,7 +85,10 @@ Plan plan(
     // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
     const double read = bytes_of(std::min(m, shape.m), k) + bytes_of(std::min(n, shape.n), n);
     const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
-    const double at_least = time_of_memory(m, n, k, bytes);
+    // Rows of a stage that lie outside of the matrices could be other ones on their way.
+    const int64_t rows = shape.m / shape.processors, inside = std::min(m, rows) + std::min(n, shape.n);
+    const double empty = static_cast<double>(rows + shape.n - inside) / inside;
+    const double at_least = time_of_memory(m, n, k, bytes) * (1 + costs.outside * empty);
     for (int64_t splits = 1; splits <= kMostSplits; ++splits) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;
@@ -110,7 +115,7 @@ Plan plan(
           const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
           time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
         } else if (splits > 1) {
-          time += costs.pass + (8.0 * splits + bytes) * m * n / costs.sums;
+          time += costs.pass + costs.per_part * splits + (8.0 * splits + bytes) * m * n / costs.sums;
         }
         if (time < best.nanoseconds) {
           tiling.steps_per_split = steps;

@@ -13,19 +13,19 @@ namespace extension_cpp::matmul {
 
 constexpr int kVectorThreads = 256, kLeastClasses = 8, kMostClasses = 32;
 
-template <bool kAligned, class T, class V>
+// A vector of the matrix or of x, in kPieces, each of which lies together and is aligned.
+template <int kPieces, class T, class V>
 __device__ __forceinline__ void load_vector(V (&to)[16 / sizeof(T)], const T* from, int64_t stride) {
-  constexpr int kVec = 16 / sizeof(T);
-  if constexpr (kAligned) {
-    T values[kVec];
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    memcpy(values, &words, sizeof(words));
+  constexpr int kVec = 16 / sizeof(T), kPiece = kVec / kPieces;
+  using Word = Words<16 / kPieces>;
+  T values[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) to[e] = static_cast<V>(values[e]);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) to[e] = static_cast<V>(from[e * stride]);
+  for (int e = 0; e < kVec; e += kPiece) {
+    const Word word = *reinterpret_cast<const Word*>(from + (kPiece == 1 ? e * stride : e));
+    memcpy(values + e, &word, sizeof(word));
   }
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) to[e] = static_cast<V>(values[e]);
 }
 
 // Of the vector, which is in vectors of its own or isn't.
@@ -34,10 +34,10 @@ __device__ __forceinline__ void load_shared_vectors(
     V (&to)[kUnroll][16 / sizeof(T)], const Factor<T>& x, int64_t k, int64_t step) {
   if (x.inner == 1 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) load_vector<true>(to[u], x.data + k + u * step, 1);
+    for (int u = 0; u < kUnroll; ++u) load_vector<1>(to[u], x.data + k + u * step, 1);
   } else {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) load_vector<false>(to[u], x.data + (k + u * step) * x.inner, x.inner);
+    for (int u = 0; u < kUnroll; ++u) load_vector<16 / sizeof(T)>(to[u], x.data + (k + u * step) * x.inner, x.inner);
   }
 }
 
@@ -88,11 +88,11 @@ __device__ __forceinline__ void store_rows(
 
 // Whole warps to so many lanes a row of the matrix as there are classes; a lane reads kRows. Of blocks that a
 // multiprocessor holds there are enough for all to start at once, or clusters would wait for each other.
-template <class T, class V, bool kAligned, int kRows>
+template <class T, class V, int kPieces, int kRows>
 __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
     vector_along_k_kernel(Product<T, V> product, Tiling tiling, int classes) {
-  constexpr int kVec = 16 / sizeof(T), kUnroll = kAligned ? 8 / kRows : 1, kLoads = kAligned ? 1 : kVec;
-  using Word = Words<16 / kLoads>;
+  constexpr int kVec = 16 / sizeof(T), kPiece = kVec / kPieces, kUnroll = kPieces < kVec ? 8 / kRows : 1;
+  using Word = Words<16 / kPieces>;
   __shared__ V sums_of_block[kVectorThreads / kLeastClasses * kRows];
   const int rows = kVectorThreads / classes * kRows, lane = threadIdx.x % classes;
   const PlaceOfVector at(product, tiling, rows);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
   int64_t k = begin + lane * kVec;
   auto add = [&]<int kCount>(std::integral_constant<int, kCount>) {
     V a[kCount][kVec];
-    Word words[kCount][kRows][kLoads];
+    Word words[kCount][kRows][kPieces];
     load_shared_vectors<kCount>(a, product.a, k, step);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
@@ -113,7 +113,9 @@ __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
       for (int r = 0; r < kRows; ++r) {
         const T* from = first + min(r, last) * product.b.outer + (k + u * step) * product.b.inner;
 #pragma unroll
-        for (int e = 0; e < kLoads; ++e) words[u][r][e] = *reinterpret_cast<const Word*>(from + e * product.b.inner);
+        for (int e = 0; e < kPieces; ++e) {
+          words[u][r][e] = *reinterpret_cast<const Word*>(from + e * (kPiece == 1 ? product.b.inner : kPiece));
+        }
       }
     }
 #pragma unroll
@@ -130,7 +132,9 @@ __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
   };
   while (kUnroll > 1 && k + (kUnroll - 1) * step + kVec <= end) add(std::integral_constant<int, kUnroll>());
   while (k + kVec <= end) add(std::integral_constant<int, 1>());
+#pragma unroll 1
   for (; k < end; k += step) {
+#pragma unroll 1
     for (int e = 0; e < kVec && k + e < end; ++e) {
       const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
 #pragma unroll
@@ -151,19 +155,22 @@ __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
 }
 
 // Blocks of as many threads for a vector of columns as there are classes.
-template <class T, class V, bool kAligned>
+template <class T, class V, int kPieces>
 __global__ void __launch_bounds__(kVectorThreads, 4)
     vector_along_rows_kernel(Product<T, V> product, Tiling tiling, int classes) {
-  constexpr int kVec = 16 / sizeof(T), kUnroll = kAligned ? 8 / kVec : 1;
+  constexpr int kVec = 16 / sizeof(T), kUnroll = kPieces < kVec ? 8 / kVec : 1;
   __shared__ V shared[kVectorThreads][kVec];
   const int across = kVectorThreads / classes, own = threadIdx.x / across;
   const PlaceOfVector at(product, tiling, across * kVec);
-  const int64_t row = at.first_row + threadIdx.x % across * kVec;
+  const int64_t own_row = at.first_row + threadIdx.x % across * kVec;
+  // The last vector may begin among the columns of the one before.
+  const int64_t last = product.n % (kVec / kPieces) == 0 ? max(product.n - kVec, int64_t(0)) : product.n;
+  const int64_t row = min(own_row, last);
   const int64_t begin = at.split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
   const int step = classes * kVec;
   const T *x = product.a.data, *from = product.b.data + row * product.b.outer;
   V sums[kVec] = {};
-  if (row + kVec <= product.n) {
+  if (own_row < product.n && row + kVec <= product.n) {
     int64_t k = begin + own * kVec;
     auto add = [&]<int kCount>(std::integral_constant<int, kCount>) {
       V a[kCount][kVec], b[kCount][kVec][kVec];
@@ -172,7 +179,7 @@ __global__ void __launch_bounds__(kVectorThreads, 4)
       for (int u = 0; u < kCount; ++u) {
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
-          load_vector<kAligned>(b[u][e], from + (k + u * step + e) * product.b.inner, product.b.outer);
+          load_vector<kPieces>(b[u][e], from + (k + u * step + e) * product.b.inner, product.b.outer);
         }
       }
 #pragma unroll
@@ -187,17 +194,21 @@ __global__ void __launch_bounds__(kVectorThreads, 4)
     };
     while (kUnroll > 1 && k + (kUnroll - 1) * step + kVec <= end) add(std::integral_constant<int, kUnroll>());
     while (k + kVec <= end) add(std::integral_constant<int, 1>());
+#pragma unroll 1
     for (; k < end; k += step) {
+#pragma unroll 1
       for (int e = 0; e < kVec && k + e < end; ++e) {
         const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
         V b[kVec];
-        load_vector<kAligned>(b, from + (k + e) * product.b.inner, product.b.outer);
+        load_vector<kPieces>(b, from + (k + e) * product.b.inner, product.b.outer);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) sums[j] = fma(factor, b[j], sums[j]);
       }
     }
-  } else if (row < product.n) {
+  } else if (own_row < product.n) {
+#pragma unroll 1
     for (int64_t k = begin + own * kVec; k < end; k += step) {
+#pragma unroll 1
       for (int e = 0; e < kVec && k + e < end; ++e) {
         const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
 #pragma unroll
@@ -222,8 +233,11 @@ __global__ void __launch_bounds__(kVectorThreads, 4)
     }
   }
   if (own == 0) {
+    const auto twice = static_cast<int>(min(own_row - row, int64_t(kVec)));
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) shared[threadIdx.x][j] = sums[j];
+    for (int j = 0; j < kVec; ++j) {
+      if (j >= twice) shared[threadIdx.x][j - twice] = sums[j];
+    }
   }
   store_rows(product, at, across * kVec, shared[0]);
 }
@@ -244,19 +258,24 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
   if (splits > in_cluster) splits = std::max(in_cluster, std::min(wanted, product.k / kWorthAPass));
   splits = std::max<int64_t>(splits, 1);
   const bool along_rows = product.b.outer == 1 && product.b.inner != 1;
-  const bool vectors = reinterpret_cast<uintptr_t>(product.b.data) % 16 == 0 &&
-                       (along_rows ? product.b.inner % kVec == 0 : product.b.inner == 1 && product.b.outer % kVec == 0);
+  const uint64_t stride = along_rows ? product.b.inner : product.b.inner == 1 ? product.b.outer : 1;
+  const uint64_t starts = reinterpret_cast<uintptr_t>(product.b.data) | stride * sizeof(T);
+  const bool vectors = starts % 16 == 0, halves = kVec > 2 && starts % 8 == 0;
   // Along k, a lane that reads more rows reads less of the vector, where blocks fill the device.
   constexpr int kFewRows = 2;
-  const bool many = vectors && blocks * splits >= device.processors;
+  const bool many = (vectors || halves) && blocks * splits >= device.processors;
   const int64_t rows = kVectorThreads / classes * (along_rows || many ? kVec : kFewRows);
   const Tiling tiling{1, ceil_div(product.n, rows), product.k, ceil_div(ceil_div(product.k, splits), chunk) * chunk};
   const Plan plan{0, tiling, 0, tiling.splits() <= in_cluster};
   with_splits(launch, like, product, device, plan, [&](const Product<T, V>& p, const Plan& plan) {
-    auto* kernel = along_rows ? (vectors ? vector_along_rows_kernel<T, V, true> : vector_along_rows_kernel<T, V, false>)
-                   : many     ? vector_along_k_kernel<T, V, true, kVec>
-                   : vectors  ? vector_along_k_kernel<T, V, true, kFewRows>
-                              : vector_along_k_kernel<T, V, false, kFewRows>;
+    constexpr int kHalves = std::min(kVec, 2);
+    auto kernel_of = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
+      return along_rows ? vector_along_rows_kernel<T, V, kPieces> : many ? vector_along_k_kernel < T, V, kPieces,
+             kPieces == kVec ? kFewRows : kVec > : vector_along_k_kernel<T, V, kPieces, kFewRows>;
+    };
+    auto* kernel = vectors  ? kernel_of(std::integral_constant<int, 1>())
+                   : halves ? kernel_of(std::integral_constant<int, kHalves>())
+                            : kernel_of(std::integral_constant<int, kVec>());
     const auto splits = static_cast<int>(plan.tiling.splits());
     if (plan.in_cluster && splits > 1) {
       launch.clusters(kernel, plan.tiling.count(), splits, kVectorThreads, 0, false, p, plan.tiling, classes);
