@@ -30,7 +30,7 @@ struct Tile {
 constexpr Tile kTiles[] = {
     {128, 256, 2, 1, 4275}, {128, 256, 1, 1, 2780}, {64, 128, 1, 2, 2140},  {128, 128, 1, 1, 4220},
     {64, 64, 1, 3, 1525},   {128, 64, 1, 2, 2140},  {128, 128, 2, 1, 3885}, {64, 128, 2, 2, 2440},
-    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {64, 32, 1, 4, 600},
+    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {192, 192, 2, 1, 4300}, {64, 32, 1, 4, 600},
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 constexpr int kNarrowest = kTileCount - 1;  // The tile of products with as few rows or columns.
@@ -47,8 +47,14 @@ struct Hopper {
   static constexpr int kBlocks = kTiles[kTile].blocks;
   // A transposed factor comes in boxes of 64 rows, or of 32.
   static constexpr int kRowBytesB = kN < kInRow<T> ? kRow / 2 : kRow;
-  static_assert(kN == 32 || kN / kCluster % 64 == 0);
+  static_assert(kN == 32 || kN % kInRow<T> == 0);
 };
+
+// The blocks of a cluster copy a share of b each: of its rows, or if it is transposed and those don't fill boxes, of k.
+template <class H>
+constexpr int kShare = H::kN / H::kCluster;
+template <class H>
+constexpr bool kSharesK = H::kCluster == 2 && kShare<H> % kInRow<typename H::T> != 0;
 
 // The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
 constexpr int kAlignment = 1024, kMostStages = 16, kSharedBytes = 208 * 1024;
@@ -245,18 +251,18 @@ struct Copies {
 // The boxes of both factors.
 template <class H>
 struct BoxesOfBoth {
-  static constexpr int kShare = H::kN / H::kCluster;
-
   const CUtensorMap &map_a, &map_b;
   const Layouts& layouts;
-  int from;
+  int from;  // the row of the stage
   Boxes<false, H::kM, H::kK> a;
-  Boxes<H::kCluster == 2, kShare, H::kK> b;
+  Boxes<H::kCluster == 2, kSharesK<H> ? H::kN : kShare<H>, H::kK> b;
 
   __device__ __forceinline__ void start(const Tiles<H>& tiles) {
-    from = H::kCluster == 1 ? 0 : rank_in_cluster() * kShare;
-    a.start(layouts.a, tiles.row, tiles.begin * H::kK);
-    b.start(layouts.b, tiles.column + from, tiles.begin * H::kK);
+    const int rank = H::kCluster == 1 ? 0 : rank_in_cluster(), k = tiles.begin * H::kK;
+    const bool of_k = kSharesK<H> && layouts.b.transposed;
+    from = rank * (of_k ? H::kK / 2 : kShare<H>);
+    a.start(layouts.a, tiles.row, k);
+    b.start(layouts.b, tiles.column + (of_k ? 0 : from), k + (of_k ? from : 0));
   }
   __device__ __forceinline__ void copy(uint32_t to, uint32_t barrier) {
     a.copy(to, map_a, layouts.a, barrier);
@@ -559,10 +565,12 @@ template <class H>
 void multiply(
     Launch& launch, const Product<typename H::T, typename H::V>& product, const Tiling& tiling, int processors) {
   Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
-  layouts.b.whole &= H::kN > kInRow<typename H::T>;  // Else one box is all of a stage.
+  layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
   CUtensorMap map_a, map_b;
   if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
-      !encode(product.b, layouts.b, product.n, product.k, H::kN / H::kCluster, &map_b)) {
+      !encode(
+          product.b, layouts.b, product.n, product.k, kShare<H>, &map_b,
+          kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK)) {
     fail("matmul", "the driver can't describe the matrices to the GPU");
   }
   const bool split_in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;

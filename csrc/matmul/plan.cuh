@@ -110,7 +110,9 @@ Plan plan(
         const double step =
             std::max(shape.m * shape.n * shape.k / shape.rate, read / (costs.processor * shape.processors)) / busy;
         double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
-        time = std::max(time + std::ceil(turns / shape.blocks) * (costs.block + of_block), at_least);
+        // Blocks that come first store while the others start; later ones, in turn.
+        const double rounds = std::ceil(turns / shape.blocks), stored = (rounds - 1) * shape.blocks + 1;
+        time = std::max(time + rounds * costs.block + stored * of_block, at_least);
         if (in_cluster) {
           const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
           time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
