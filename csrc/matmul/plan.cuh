@@ -110,8 +110,10 @@ Plan plan(
         const double step =
             std::max(shape.m * shape.n * shape.k / shape.rate, read / (costs.processor * shape.processors)) / busy;
         double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
-        // Blocks that come first store while the others start; later ones, in turn.
-        const double rounds = std::ceil(turns / shape.blocks), stored = (rounds - 1) * shape.blocks + 1;
+        // Blocks of a multiprocessor store side by side; those that aren't its first, one a little after the other.
+        constexpr double kAfterOthers = 0.15;
+        const double rounds = std::ceil(turns / shape.blocks);
+        const double stored = 1 + (rounds - 1) * (1 + kAfterOthers * (shape.blocks - 1));
         time = std::max(time + rounds * costs.block + stored * of_block, at_least);
         if (in_cluster) {
           const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
