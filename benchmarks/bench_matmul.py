@@ -18,9 +18,11 @@ OTHERS: dict[str, dict[torch.dtype, tuple[int, ...]]] = {
     "cpu": {torch.float16: (512,), torch.float64: (512,)},
     "cuda": {torch.float16: (4096, 8192), torch.float64: (2048, 4096)},
 }
-# (M, K, N) that are hard to cut into tiles: there are few, or they are narrow, or sums are long.
+# (M, K, N) that are hard to cut into tiles: there are few, or they are narrow, or sums are long, or rows begin anywhere.
 SHAPES = (
+    (500, 500, 500),
     (1000, 1000, 1000),
+    (3000, 3000, 3000),
     (64, 2048, 2048),
     (128, 8192, 1024),
     (128, 4096, 4096),
@@ -30,6 +32,8 @@ SHAPES = (
     (8, 4096, 14_336),
     (32, 4096, 4096),
     (100_000, 64, 8),
+    (100_000, 500, 64),
+    (4096, 1, 4096),
 )
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 
@@ -58,6 +62,8 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why cuBLAS is faster on a GPU, where it is."""
     if device == "cpu":
         return ""
+    if dtype.itemsize == 2 and (k % 8 or n % 8):
+        return "rows that don't begin at a multiple of 16 bytes are copied first"
     if k <= 16 or min(m, n) <= 16:
         return "so few multiply-adds an element that starting, and reading in small vectors, take most of the time"
     if dtype == torch.float64:
