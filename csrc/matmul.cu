@@ -13,6 +13,7 @@
 #include "matmul/hopper.cuh"
 #include "matmul/mma.cuh"
 #include "matmul/outer.cuh"
+#include "matmul/pieces.cuh"
 #include "matmul/plan.cuh"
 #include "matmul/simt.cuh"
 #include "matmul/split.cuh"
@@ -163,6 +164,22 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
+// Nanoseconds that it takes to copy so many elements first.
+double time_of_copies(double elements) {
+  constexpr double kLaunch = 1500, kBytesOfCopy = 1350, kElement = 2;
+  return elements == 0 ? 0 : kLaunch + elements * kElement / kBytesOfCopy;
+}
+
+// Nanoseconds by which threads are slower that copy a plan's tiles in pieces than the memory accelerator: of so many
+// bytes a nanosecond on a multiprocessor, and of so many for each byte of a piece.
+double time_of_pieces(const Plan& plan, int piece, const Device& device) {
+  constexpr double kOfAccelerator = 134, kOfThreads = 3.75;
+  const hopper::Tile& tile = hopper::kTiles[plan.shape];
+  const int64_t steps = ceil_div(plan.tiling.count(), device.processors) * plan.tiling.steps_per_split;
+  return static_cast<double>(steps * (tile.m + tile.n) * hopper::kRow) *
+         (1 / (piece * kOfThreads) - 1 / kOfAccelerator);
+}
+
 template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   TileModel shapes[hopper::kTileCount];
@@ -177,18 +194,43 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
   const bool crowded =
       narrow && product.n < shapes[hopper::kNarrowest].n && product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  std::optional<Tensor> memory[2];
-  make_readable(launch, like, device, product, crowded, memory);
   constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5};
   const auto plan_of = [&](const auto& models) {
     return plan(models, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
   };
-  const TileModel narrowest[] = {shapes[hopper::kNarrowest]};
-  Plan chosen = narrow ? plan_of(narrowest) : plan_of(shapes);
-  if (narrow) chosen.shape = hopper::kNarrowest;
+  auto plan_of_one = [&](int shape) {
+    const TileModel one[] = {shapes[shape]};
+    Plan plan = plan_of(one);
+    plan.shape = shape;
+    return plan;
+  };
+  Plan chosen = narrow ? plan_of_one(hopper::kNarrowest) : plan_of(shapes);
+  if (!narrow && (product.k | product.n) % 8 != 0 && (product.k | product.n) % 2 == 0) {
+    // As if both were row-major.
+    const int64_t of_a = product.k % 8 != 0 ? product.m * product.k : 0;
+    const int64_t of_b = product.n % 8 != 0 ? product.k * product.n : 0;
+    const Plan small = plan_of_one(hopper::kSmall);
+    const double more = time_of_pieces(small, (product.k | product.n) % 4 == 0 ? 8 : 4, device);
+    if (small.nanoseconds + more < chosen.nanoseconds + time_of_copies(of_a + of_b)) chosen = small;
+  }
+  const int piece = std::min(hopper::piece_of(product.a), hopper::piece_of(product.b));
+  bool in_pieces = piece != 0 && (chosen.shape == hopper::kNarrowest || chosen.shape == hopper::kSmall);
+  if (in_pieces) {
+    const bool reads_a = hopper::reads(product.a, product.m, product.k);
+    const bool reads_b = hopper::reads(product.b, product.n, product.k);
+    const int64_t copied = (reads_a ? 0 : product.m * product.k) + (reads_b ? 0 : product.n * product.k);
+    in_pieces = time_of_pieces(chosen, piece, device) < time_of_copies(copied);
+  }
+  std::optional<Tensor> memory[2];
+  if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
+    using hopper::Hopper;
+    if (in_pieces) {
+      auto* run = plan.shape == hopper::kSmall ? hopper::multiply_pieces<Hopper<T, hopper::kSmall>>
+                                               : hopper::multiply_pieces<Hopper<T, hopper::kNarrowest>>;
+      return run(launch, p, plan.tiling, device.processors);
+    }
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
-      using hopper::Hopper;
       constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
       kRuns[plan.shape](launch, p, plan.tiling, device.processors);
     }(std::make_integer_sequence<int, hopper::kTileCount>());

@@ -33,6 +33,7 @@ constexpr Tile kTiles[] = {
     {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {192, 192, 2, 1, 4300}, {64, 32, 1, 4, 600},
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
+constexpr int kSmall = 4;                   // The smallest that is square.
 constexpr int kNarrowest = kTileCount - 1;  // The tile of products with as few rows or columns.
 
 template <class T_, int kTile>
@@ -153,15 +154,15 @@ struct Role {
         tiles(order) {}
 
   // Returns once the barriers are there, of all blocks that this one has to do with, and the thread that copies has
-  // called copy_first(). A barrier takes some fifty cycles to make: the warp of that thread makes those of the first
-  // stage alone, and those next to it the others.
+  // called copy_first(). So many threads fill a stage. A barrier takes some fifty cycles to make: the warp of that
+  // thread makes those of the first stage alone, and those next to it the others.
   template <class First>
-  __device__ __forceinline__ void begin(const First& copy_first) const {
+  __device__ __forceinline__ void begin(const First& copy_first, int copying = 1) const {
     constexpr int kWarp = 32, kOthers = kWarpgroup / kWarp - 1;
     const int warp = static_cast<int>(threadIdx.x) / kWarp - H::kComputing / kWarp;
     if (threadIdx.x % kWarp == 0 && warp >= 0) {
       for (int s = warp; s < stages.memory.stages; s += warp == 0 ? kMostStages : kOthers) {
-        init_barrier(stages.full(s), 1);
+        init_barrier(stages.full(s), copying);
         init_barrier(stages.empty(s), H::kComputing / H::kGroup * H::kCluster);
       }
       make_barriers_visible();
@@ -561,27 +562,35 @@ Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, in
   return {std::max(stages * H::kStageBytes, static_cast<int>(received)), stages};
 }
 
-template <class H>
-void multiply(
-    Launch& launch, const Product<typename H::T, typename H::V>& product, const Tiling& tiling, int processors) {
-  Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
-  layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
-  CUtensorMap map_a, map_b;
-  if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
-      !encode(
-          product.b, layouts.b, product.n, product.k, kShare<H>, &map_b,
-          kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK)) {
-    fail("matmul", "the driver can't describe the matrices to the GPU");
-  }
-  const bool split_in_cluster = H::kCluster == 1 && tiling.splits() > 1 && product.partial == nullptr;
+// Launches a kernel of H for all tiles. Their parts of k are a cluster's blocks, or are added up later.
+template <class H, class Kernel, class... Arguments>
+void launch_tiles(
+    Launch& launch, Kernel* kernel, const Tiling& tiling, int processors, bool added_later,
+    const Arguments&... arguments) {
+  const bool split_in_cluster = H::kCluster == 1 && tiling.splits() > 1 && !added_later;
   const int64_t clusters =
       split_in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster * H::kBlocks);
   const Memory memory = memory_of<H>(tiling, clusters * H::kCluster, split_in_cluster, processors);
   constexpr size_t kMost = kAlignment + kSharedBytes + kBarrierBytes;
   launch.clusters(
-      hopper_kernel<H>, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster,
-      H::kThreads, {static_cast<size_t>(kAlignment + memory.bytes + kBarrierBytes), kMost}, true,
-      TileOrder(tiling, split_in_cluster), memory, layouts, product, map_a, map_b);
+      kernel, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster, H::kThreads,
+      {static_cast<size_t>(kAlignment + memory.bytes + kBarrierBytes), kMost}, true,
+      TileOrder(tiling, split_in_cluster), memory, arguments...);
+}
+
+template <class H>
+void multiply(
+    Launch& launch, const Product<typename H::T, typename H::V>& product, const Tiling& tiling, int processors) {
+  Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
+  layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
+  const int depth = kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK;
+  CUtensorMap map_a, map_b;
+  if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
+      !encode(product.b, layouts.b, product.n, product.k, kShare<H>, &map_b, depth)) {
+    fail("matmul", "the driver can't describe the matrices to the GPU");
+  }
+  launch_tiles<H>(
+      launch, hopper_kernel<H>, tiling, processors, product.partial != nullptr, layouts, product, map_a, map_b);
 }
 
 // Whether the current device runs code for architecture 9.0a: it is of 9.0, and the library has such code.
