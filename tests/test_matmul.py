@@ -403,7 +403,7 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
     def test_halves_of_any_alignment(self, dtype):
-        """Rows that begin anywhere: read or stored in pieces of 4 or 8 bytes, or copied first; with and without parts of k."""
+        """Rows that begin anywhere, read or stored in pieces of 4 or 8 bytes, or copied first, with or without parts of k."""
         whole = [(7, 3, 5), (16, 2, 64), (64, 2, 1000), (1, 5, 2000), (66, 66, 66), (300, 100, 498), (9000, 16, 500)]
         whole += [(20_000, 500, 24), (20_000, 498, 64), (8000, 252, 62), (500, 20, 500), (520, 64, 3004)]
         in_parts = [(100, 500, 16), (16, 20_004, 100), (60, 12_002, 20), (260, 9001, 101), (64, 20_004, 64)]
