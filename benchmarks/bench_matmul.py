@@ -62,10 +62,10 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why cuBLAS is faster on a GPU, where it is."""
     if device == "cpu":
         return ""
-    if dtype.itemsize == 2 and (k % 8 or n % 8):
-        return "rows that don't begin at a multiple of 16 bytes are copied first"
     if k <= 16 or min(m, n) <= 16:
-        return "so few multiply-adds an element that starting, and reading in small vectors, take most of the time"
+        return "so few multiply-adds an element that starting and reading take most of the time"
+    if dtype.itemsize == 2 and (k % 8 or n % 8):
+        return "rows that don't begin at a multiple of 16 bytes are read in small pieces or copied first"
     if dtype == torch.float64:
         return "small tiles wait for their copies, and parts of k for their sums"
     if dtype == torch.float32:

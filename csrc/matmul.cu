@@ -187,7 +187,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
     const auto [m, n, cluster, blocks, rate] = hopper::kTiles[i];
     shapes[i] = {m * cluster, n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster};
   }
-  // Few rows are columns of a tile, of which there may be 32; rows of a tile are 64.
+  // A tile may have 32 columns, but no fewer than 64 rows: few rows become columns.
   const bool narrow = is_narrow(product.m, product.n);
   if (narrow && product.m < product.n) product = product.swapped();
   // Short rows of b, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.

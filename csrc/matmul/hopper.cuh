@@ -5,7 +5,8 @@
 // Two numbers: a tile of 128 by 256 takes 65,536 operations and 768 bytes a step of k; at the chip's arithmetic rate
 // that is more than the L2 cache gives, so that two blocks share a tile of b.
 //
-// A block has one or two warpgroups that compute, 64 rows each, and one thread of another that keeps the stages filled.
+// A block has one to three warpgroups that compute, 64 rows each, and another, of which one thread keeps the stages
+// filled, or all do (pieces.cuh).
 // `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn; or
 // those of a cluster take parts of k of one tile.
 #pragma once
@@ -34,7 +35,7 @@ constexpr Tile kTiles[] = {
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 constexpr int kSmall = 4;                   // The smallest that is square.
-constexpr int kNarrowest = kTileCount - 1;  // The tile of products with as few rows or columns.
+constexpr int kNarrowest = kTileCount - 1;  // The tile of products with no more rows, or columns, than it has columns.
 
 template <class T_, int kTile>
 struct Hopper {
@@ -154,7 +155,7 @@ struct Role {
         tiles(order) {}
 
   // Returns once the barriers are there, of all blocks that this one has to do with, and the thread that copies has
-  // called copy_first(). So many threads fill a stage. A barrier takes some fifty cycles to make: the warp of that
+  // called copy_first(). `copying` threads fill a stage. A barrier takes some fifty cycles to make: the warp of that
   // thread makes those of the first stage alone, and those next to it the others.
   template <class First>
   __device__ __forceinline__ void begin(const First& copy_first, int copying = 1) const {
@@ -254,7 +255,7 @@ template <class H>
 struct BoxesOfBoth {
   const CUtensorMap &map_a, &map_b;
   const Layouts& layouts;
-  int from;  // the row of the stage
+  int from;  // the line of the stage where this block's share of b begins
   Boxes<false, H::kM, H::kK> a;
   Boxes<H::kCluster == 2, kSharesK<H> ? H::kN : kShare<H>, H::kK> b;
 

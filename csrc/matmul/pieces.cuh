@@ -1,12 +1,13 @@
 // Halves whose rows don't begin where the tensor memory accelerator can read: threads copy them to where it would, in
-// pieces of 16, 8 or 4 bytes, so that nothing is copied before. For the small tiles, which take the time of reading.
+// pieces of 16, 8 or 4 bytes, so that nothing is copied before. Only for the small tiles, whose time is that of
+// reading.
 #pragma once
 
 #include "hopper.cuh"
 
 namespace extension_cpp::matmul::hopper {
 
-// The bytes of the pieces that the rows of a factor consist of, each from a multiple of them on; or 0.
+// The largest piece, of 16, 8 or 4 bytes, of which every row of a factor begins at a multiple; 0 if there is none.
 template <class T>
 int piece_of(const Factor<T>& factor) {
   const bool transposed = factor.inner != 1;
@@ -81,7 +82,7 @@ __device__ __forceinline__ void copy_stages(
     done.next();
   };
   auto run = [&]<int kOnTheirWay>(std::integral_constant<int, kOnTheirWay>) {
-    int started = 0;
+    int started = 0;  // but not given
     do {
       for (int step = 0; step < tiles.steps; ++step) {
         wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
@@ -93,18 +94,22 @@ __device__ __forceinline__ void copy_stages(
             to + H::kBytesA, product.b, layouts.b.transposed, pieces.b, tiles.column, product.n, k, product.k);
         commit_copies();
         turn.next();
-        if (++started > kOnTheirWay) {
+        if (started < kOnTheirWay) {
+          ++started;
+        } else {
           wait_for_copies<kOnTheirWay>();
           give();
         }
       }
     } while (tiles.next());
     wait_for_copies<0>();
-    for (int left = min(started, kOnTheirWay); left > 0; --left) give();
+    for (; started > 0; --started) give();
   };
-  // There is at least one stage more, or they are all that a block has steps.
-  constexpr int kFew = 2, kMany = 7;
-  stages.memory.stages > kMany ? run(std::integral_constant<int, kMany>()) : run(std::integral_constant<int, kFew>());
+  // A stage comes back once the one after it was given too. So there are two more, or as many as a block has steps.
+  constexpr int kFew = 2, kMany = 6;
+  static_assert(kSharedBytes / H::kBlocks / H::kStageBytes >= kFew + 2);
+  if (stages.memory.stages >= kMany + 2) return run(std::integral_constant<int, kMany>());
+  run(std::integral_constant<int, kFew>());
 }
 
 #endif

@@ -270,8 +270,10 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
   with_splits(launch, like, product, device, plan, [&](const Product<T, V>& p, const Plan& plan) {
     constexpr int kHalves = std::min(kVec, 2);
     auto kernel_of = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
-      return along_rows ? vector_along_rows_kernel<T, V, kPieces> : many ? vector_along_k_kernel < T, V, kPieces,
-             kPieces == kVec ? kFewRows : kVec > : vector_along_k_kernel<T, V, kPieces, kFewRows>;
+      constexpr int kManyRows = kPieces == kVec ? kFewRows : kVec;
+      return along_rows ? vector_along_rows_kernel<T, V, kPieces>
+             : many     ? vector_along_k_kernel<T, V, kPieces, kManyRows>
+                        : vector_along_k_kernel<T, V, kPieces, kFewRows>;
     };
     auto* kernel = vectors  ? kernel_of(std::integral_constant<int, 1>())
                    : halves ? kernel_of(std::integral_constant<int, kHalves>())
