@@ -37,8 +37,8 @@ const Device& current_device(const Launch& launch, int index) {
   return device;
 }
 
-// Lets the tensor memory accelerator read both factors: those that it can't, or b if it shall lie along k, become
-// copies that `memory` holds.
+// Lets the tensor memory accelerator read both factors: those that it can't become copies that `memory` holds, and so
+// does b if it has to lie along k.
 template <class T>
 void make_readable(
     Launch& launch, const View& like, const Device& device, Product<T, float>& product, bool b_along_k,
@@ -164,63 +164,73 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
+constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5};
+
 // Nanoseconds that it takes to copy so many elements first.
 double time_of_copies(double elements) {
   constexpr double kLaunch = 1500, kBytesOfCopy = 1350, kElement = 2;
   return elements == 0 ? 0 : kLaunch + elements * kElement / kBytesOfCopy;
 }
 
-// Nanoseconds by which threads are slower that copy a plan's tiles in pieces than the memory accelerator: of so many
-// bytes a nanosecond on a multiprocessor, and of so many for each byte of a piece.
+// Nanoseconds by which threads that copy a plan's tiles in pieces are slower than the memory accelerator. A
+// multiprocessor reads so many bytes a nanosecond for each byte of a piece.
 double time_of_pieces(const Plan& plan, int piece, const Device& device) {
-  constexpr double kOfAccelerator = 134, kOfThreads = 3.75;
+  constexpr double kOfThreads = 3.75;
   const hopper::Tile& tile = hopper::kTiles[plan.shape];
   const int64_t steps = ceil_div(plan.tiling.count(), device.processors) * plan.tiling.steps_per_split;
   return static_cast<double>(steps * (tile.m + tile.n) * hopper::kRow) *
-         (1 / (piece * kOfThreads) - 1 / kOfAccelerator);
+         (1 / (piece * kOfThreads) - 1 / kCostsOfHalves.processor);
 }
 
 template <class T>
-void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
+Plan plan_wgmma(const Product<T, float>& product, const Device& device) {
   TileModel shapes[hopper::kTileCount];
   for (int i = 0; i < hopper::kTileCount; ++i) {
     const auto [m, n, cluster, blocks, rate] = hopper::kTiles[i];
     shapes[i] = {m * cluster, n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster};
   }
-  // A tile may have 32 columns, but no fewer than 64 rows: few rows become columns.
-  const bool narrow = is_narrow(product.m, product.n);
-  if (narrow && product.m < product.n) product = product.swapped();
-  // Short rows of b, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
-  constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
-  const bool crowded =
-      narrow && product.n < shapes[hopper::kNarrowest].n && product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5};
+  const int64_t m = product.m, n = product.n, k = product.k;
   const auto plan_of = [&](const auto& models) {
-    return plan(models, kCostsOfHalves, product.m, product.n, product.k, sizeof(T), device, true);
+    return plan(models, kCostsOfHalves, m, n, k, sizeof(T), device, true);
   };
-  auto plan_of_one = [&](int shape) {
+  const auto plan_of_one = [&](int shape) {
     const TileModel one[] = {shapes[shape]};
     Plan plan = plan_of(one);
     plan.shape = shape;
     return plan;
   };
-  Plan chosen = narrow ? plan_of_one(hopper::kNarrowest) : plan_of(shapes);
-  if (!narrow && (product.k | product.n) % 8 != 0 && (product.k | product.n) % 2 == 0) {
-    // As if both were row-major.
-    const int64_t of_a = product.k % 8 != 0 ? product.m * product.k : 0;
-    const int64_t of_b = product.n % 8 != 0 ? product.k * product.n : 0;
-    const Plan small = plan_of_one(hopper::kSmall);
-    const double more = time_of_pieces(small, (product.k | product.n) % 4 == 0 ? 8 : 4, device);
-    if (small.nanoseconds + more < chosen.nanoseconds + time_of_copies(of_a + of_b)) chosen = small;
-  }
-  const int piece = std::min(hopper::piece_of(product.a), hopper::piece_of(product.b));
-  bool in_pieces = piece != 0 && (chosen.shape == hopper::kNarrowest || chosen.shape == hopper::kSmall);
-  if (in_pieces) {
-    const bool reads_a = hopper::reads(product.a, product.m, product.k);
-    const bool reads_b = hopper::reads(product.b, product.n, product.k);
-    const int64_t copied = (reads_a ? 0 : product.m * product.k) + (reads_b ? 0 : product.n * product.k);
-    in_pieces = time_of_pieces(chosen, piece, device) < time_of_copies(copied);
-  }
+  if (is_narrow(m, n)) return plan_of_one(hopper::kNarrowest);
+  const Plan best = plan_of(shapes);
+  if ((k | n) % 8 == 0 || (k | n) % 2 != 0) return best;
+  // In pieces or with copies first, as if both factors were row-major.
+  const Plan small = plan_of_one(hopper::kSmall);
+  const double more = time_of_pieces(small, (k | n) % 4 == 0 ? 8 : 4, device);
+  const int64_t copied = (k % 8 != 0 ? m * k : 0) + (n % 8 != 0 ? k * n : 0);
+  return small.nanoseconds + more < best.nanoseconds + time_of_copies(copied) ? small : best;
+}
+
+// Whether threads copy the tiles of a plan in pieces, as that takes less time than copying what the memory accelerator
+// can't read.
+template <class T>
+bool is_in_pieces(const Product<T, float>& product, const Plan& plan, const Device& device) {
+  const int piece = std::min(piece_of(product.a), piece_of(product.b));
+  if (piece == 0 || (plan.shape != hopper::kNarrowest && plan.shape != hopper::kSmall)) return false;
+  const int64_t of_a = hopper::reads(product.a, product.m, product.k) ? 0 : product.m * product.k;
+  const int64_t of_b = hopper::reads(product.b, product.n, product.k) ? 0 : product.n * product.k;
+  return time_of_pieces(plan, piece, device) < time_of_copies(of_a + of_b);
+}
+
+template <class T>
+void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
+  // A tile may have 32 columns, but no fewer than 64 rows: few rows become columns.
+  const bool narrow = is_narrow(product.m, product.n);
+  if (narrow && product.m < product.n) product = product.swapped();
+  // Short rows of b, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
+  constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
+  const bool crowded = narrow && product.n < hopper::kTiles[hopper::kNarrowest].n &&
+                       product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
+  const Plan chosen = plan_wgmma(product, device);
+  const bool in_pieces = is_in_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];
   if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {

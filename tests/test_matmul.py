@@ -433,6 +433,7 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_vectors_of_any_alignment(self, dtype):
+        """Rows of whole vectors, of halves of one, and of elements; the last vector may be short."""
         for k, n in ((2000, 500), (500, 1004), (100, 4), (100, 12), (4000, 20), (300, 10_004), (999, 1001), (64, 6)):
             x, matrix = factors("cuda", dtype, 1, k, n)
             compare(x, matrix)

@@ -7,31 +7,11 @@
 
 namespace extension_cpp::matmul::hopper {
 
-// The largest piece, of 16, 8 or 4 bytes, of which every row of a factor begins at a multiple; 0 if there is none.
-template <class T>
-int piece_of(const Factor<T>& factor) {
-  const bool transposed = factor.inner != 1;
-  if (transposed && factor.outer != 1) return 0;
-  const uint64_t stride = (transposed ? factor.inner : factor.outer) * sizeof(T);
-  const uint64_t starts = reinterpret_cast<uintptr_t>(factor.data) | stride;
-  return starts % 16 == 0 ? 16 : starts % 8 == 0 ? 8 : starts % 4 == 0 ? 4 : 0;
-}
-
 struct Pieces {
   int a, b;  // bytes
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Of a piece, so many bytes are there; the others become zero.
-template <int kBytes>
-__device__ __forceinline__ void copy_piece(uint32_t to, const void* from, int bytes) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes));
-  }
-}
 
 // Copies lines of kLineBytes, of which `lines` are there with so many elements each, and swizzles them.
 template <int kPiece, int kLines, int kLineBytes, class T>
@@ -45,7 +25,7 @@ __device__ __forceinline__ void copy_lines(uint32_t to, const T* from, int64_t s
     const int line = thread / kAcross + i * kAtATime;
     const int swizzled = byte / 16 ^ (kLineBytes == kRow ? line % 8 : line / 2 % 4);
     const bool valid = line < lines && bytes > 0;
-    copy_piece<kPiece>(
+    copy_async<kPiece>(
         to + line * kLineBytes + swizzled * 16 + byte % 16, valid ? from + line * stride : nullptr, valid ? bytes : 0);
   }
 }

@@ -44,6 +44,16 @@ struct Product {
   __host__ __device__ bool has_vectors(int size) const { return c_inner == 1 && c_outer % size == 0 && n % size == 0; }
 };
 
+// The largest piece, of 16, 8 or 4 bytes, of which every row of a factor begins at a multiple; 0 if there is none.
+template <class T>
+int piece_of(const Factor<T>& factor) {
+  const bool transposed = factor.inner != 1;
+  if (transposed && factor.outer != 1) return 0;
+  const uint64_t stride = (transposed ? factor.inner : factor.outer) * sizeof(T);
+  const uint64_t starts = reinterpret_cast<uintptr_t>(factor.data) | stride;
+  return starts % 16 == 0 ? 16 : starts % 8 == 0 ? 8 : starts % 4 == 0 ? 4 : 0;
+}
+
 // Tiles of the result, and parts of k of a whole number of steps, in the order in which blocks take them.
 struct Tiling {
   int64_t tiles_m, tiles_n, steps, steps_per_split;
@@ -211,19 +221,24 @@ __device__ inline uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
-// Copies into shared memory that are under way until wait_for_copies. What is not `valid` becomes zero, and isn't read.
-// Of a line in the L2 cache whose other half is read next, both are fetched.
+// Copies into shared memory that are under way until wait_for_copies. Of kBytes, so many are there: the others become
+// zero, and aren't read. Of a line in the L2 cache whose other half is read next, both are fetched.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes));
+  }
+#endif
+}
+
+// All of them, where `valid`.
 template <int kBytes>
 __device__ void copy_async(void* to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  const int bytes = valid ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile(
-        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
-  } else {
-    asm volatile(
-        "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(bytes));
-  }
+  copy_async<kBytes>(shared_address(to), from, valid ? kBytes : 0);
 #else
   *static_cast<Words<kBytes>*>(to) = valid ? *static_cast<const Words<kBytes>*>(from) : Words<kBytes>{};
 #endif

@@ -258,26 +258,24 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
   if (splits > in_cluster) splits = std::max(in_cluster, std::min(wanted, product.k / kWorthAPass));
   splits = std::max<int64_t>(splits, 1);
   const bool along_rows = product.b.outer == 1 && product.b.inner != 1;
-  const uint64_t stride = along_rows ? product.b.inner : product.b.inner == 1 ? product.b.outer : 1;
-  const uint64_t starts = reinterpret_cast<uintptr_t>(product.b.data) | stride * sizeof(T);
-  const bool vectors = starts % 16 == 0, halves = kVec > 2 && starts % 8 == 0;
+  constexpr int kTwo = std::min(kVec, 2);
+  const int piece = piece_of(product.b), pieces = piece == 16 ? 1 : piece == 8 ? kTwo : kVec;  // of a vector
   // Along k, a lane that reads more rows reads less of the vector, where blocks fill the device.
   constexpr int kFewRows = 2;
-  const bool many = (vectors || halves) && blocks * splits >= device.processors;
+  const bool many = pieces < kVec && blocks * splits >= device.processors;
   const int64_t rows = kVectorThreads / classes * (along_rows || many ? kVec : kFewRows);
   const Tiling tiling{1, ceil_div(product.n, rows), product.k, ceil_div(ceil_div(product.k, splits), chunk) * chunk};
   const Plan plan{0, tiling, 0, tiling.splits() <= in_cluster};
   with_splits(launch, like, product, device, plan, [&](const Product<T, V>& p, const Plan& plan) {
-    constexpr int kHalves = std::min(kVec, 2);
     auto kernel_of = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
       constexpr int kManyRows = kPieces == kVec ? kFewRows : kVec;
       return along_rows ? vector_along_rows_kernel<T, V, kPieces>
              : many     ? vector_along_k_kernel<T, V, kPieces, kManyRows>
                         : vector_along_k_kernel<T, V, kPieces, kFewRows>;
     };
-    auto* kernel = vectors  ? kernel_of(std::integral_constant<int, 1>())
-                   : halves ? kernel_of(std::integral_constant<int, kHalves>())
-                            : kernel_of(std::integral_constant<int, kVec>());
+    auto* kernel = pieces == 1      ? kernel_of(std::integral_constant<int, 1>())
+                   : pieces == kTwo ? kernel_of(std::integral_constant<int, kTwo>())
+                                    : kernel_of(std::integral_constant<int, kVec>());
     const auto splits = static_cast<int>(plan.tiling.splits());
     if (plan.in_cluster && splits > 1) {
       launch.clusters(kernel, plan.tiling.count(), splits, kVectorThreads, 0, false, p, plan.tiling, classes);
