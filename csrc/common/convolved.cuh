@@ -2,8 +2,8 @@
 //
 // What bounds them is the chain of T steps, of which each waits for the one before: shuffles, K multiply-adds and the
 // function. All else is off the chain: inputs are loaded some steps before they are used, and results stored without
-// waiting. Two numbers, of K = 3 and tanh in float32 on an H200: a step of a row that one warp holds takes 0.1 us, and
-// blocks that meet wait 0.35 us for each other.
+// waiting. Two numbers, of K = 3 and tanh in float32 on an H100: a step of a row that four warps hold takes 0.07 us,
+// and blocks that meet wait 0.5 us for each other.
 //
 // So threads meet as rarely as they can. Three taps, and up to eight back in time or where a row is on several blocks,
 // go through shuffled_kernel: a warp has a part of the row in registers and computes, beyond both its ends, what its
@@ -128,8 +128,9 @@ Tiles tiles_of(const Sizes& sizes, int processors) {
   const int64_t step_before = kBack ? sizes.taps - 1 - sizes.taps / 2 : sizes.taps / 2;
   const int64_t step_after = sizes.taps - 1 - step_before;
   const auto whole = [&](int64_t x) { return ceil_div(x, each) * each; };
-  // What a step takes, about, in cycles.
-  const double alone = is_exact ? 150 : 300, shared = is_exact ? 50 : 100, meeting = 120, far_meeting = 700;
+  // What a step takes, about, in cycles of an H100; and what a launch of blocks that meet takes more.
+  const double alone = !is_exact ? 430 : kBack ? 100 : 130, shared = !is_exact ? 210 : kBack ? 0 : 20;
+  const double of_warps = !is_exact ? 145 : kBack ? 80 : 65, meeting = 130, far_meeting = 930, far_launch = 4400;
   double least = 1e300;
   for (int64_t blocks = 1; blocks <= processors; blocks *= 2) {
     for (int64_t apart = 16; apart <= (blocks > 1 ? 64 : 16); apart *= 2) {
@@ -150,10 +151,11 @@ Tiles tiles_of(const Sizes& sizes, int processors) {
         if (margins(r * ahead) + tile <= span && (blocks == 1 || most % r == 0)) rounds = r;
       }
       const double turns = static_cast<double>(ceil_div(sizes.batch, std::max<int64_t>(1, processors / blocks)));
-      double cost = std::max(alone, static_cast<double>(ceil_div(warps, 4)) * shared) + meeting / (rounds * ahead);
-      if (blocks > 1) cost += far_meeting / apart;
+      double cost = std::max(alone, shared + static_cast<double>(ceil_div(warps, 4)) * of_warps);
+      cost += meeting / (rounds * ahead);
+      if (blocks > 1) cost += far_meeting / apart + far_launch / static_cast<double>(sizes.steps + 1);
       if (blocks == 1 && !kBack && !is_exact) {  // Other kernels' cost.
-        cost = (is_for_vectors<kBack>(sizes) ? 100 : 200) + static_cast<double>(width) / 3;
+        cost = (is_for_vectors<kBack>(sizes) ? 160 : 200) + static_cast<double>(width) / 3;
       }
       if (cost * turns >= least) continue;
       least = cost * turns;
@@ -252,12 +254,14 @@ void start(
           has_vectors<kTogether>(pass.in, pass.n) && (!kBack || has_vectors<kTogether>(pass.states, pass.n));
       const int vectors = (ring.skip + ring.taps + kTogether - 1) / kTogether;
       const auto kernel = [&] {
-        if (!has) return vectors_kernel<kBack, false, kMostTogether, T, F>;
-        if (vectors > 4) return vectors_kernel<kBack, true, kMostTogether, T, F>;
+        if (!has) return vectors_kernel<kBack, false, kMostTogether, false, T, F>;
+        if (vectors > kMostTogether) return vectors_kernel<kBack, true, kMostTogether, false, T, F>;
+        if (vectors > 6) return vectors_kernel<kBack, true, 8, true, T, F>;
+        if (vectors > 4) return vectors_kernel<kBack, true, 6, true, T, F>;
         if constexpr (!kBack) {
-          if (vectors <= 2) return vectors_kernel<kBack, true, 2, T, F>;
+          if (vectors <= 2) return vectors_kernel<kBack, true, 2, true, T, F>;
         }
-        return vectors_kernel<kBack, true, 4, T, F>;
+        return vectors_kernel<kBack, true, 4, true, T, F>;
       }();
       const int64_t threads = ceil_div(ceil_div(sizes.width, kTogether), kWarp) * kWarp;
       return launch(kernel, sizes.batch, static_cast<int>(threads), ring.bytes, pass, ring);

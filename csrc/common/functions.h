@@ -112,12 +112,15 @@ EXTENSION_CPP_INLINE V hyperbolic_tangent(V x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(large));
     const float square = x * x;
     float small = fmaf(0x1.0d502ap-6f, square, -0x1.af7ccap-5f);
-    large += 1;
+    large = fmaf(large, 0.5f, 0.5f);
     asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(large));
     small = fmaf(small, square, 0x1.10cef6p-3f);
     small = fmaf(small, square, -0x1.555452p-2f);
     small = fmaf(small * square, x, x);
-    return fabsf(x) > kSmall ? copysignf(fmaf(large, -2, 1), x) : small;
+    // The sign and the choice don't wait for the quotient, as what uses the result waits for all of it.
+    const bool is_large = fabsf(x) > kSmall;
+    const float one = copysignf(1, x);
+    return fmaf(large, is_large ? -one : -0.0f, is_large ? one : small);
   } else {
     return tanh(x);
   }

@@ -104,6 +104,11 @@ __device__ V block_sum(V value) {
   return total;
 }
 
+template <class T>
+__device__ __forceinline__ T* advance(T* pointer, int64_t bytes) {
+  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(pointer)) + bytes);
+}
+
 // A thread's way through a pass: it has kEach elements of row b, of which it reads the inputs and writes those results
 // that it is to write. kVectors: they are neighbours in memory, all or none of which it writes.
 //
@@ -115,13 +120,14 @@ struct Walk {
   using Few = Pack<T, kEach>;
   using Held = std::conditional_t<kVectors && sizeof(T) == 2 && kEach % 2 == 0, Words<T, kEach>, Elements<T, kEach>>;
 
-  __device__ __forceinline__ Walk(const Pass<T, F>& pass, int64_t b, const int (&index)[kEach], unsigned writes)
+  __device__ __forceinline__
+  Walk(const Pass<T, F>& pass, int64_t b, int width, const int (&index)[kEach], unsigned writes)
       : writes(writes),
         rest(static_cast<int>(pass.steps) + kBack),
         from(pass.in.row(b, kBack ? pass.steps : 0)),
         in_step(kBack ? -pass.in.time : pass.in.time),
         to(pass.out + (kBack ? (b + 1) * pass.steps - 1 : b * (pass.steps + 1)) * pass.n),
-        step(kBack ? -pass.n : pass.n) {
+        step((kBack ? -pass.n : pass.n) * static_cast<int64_t>(sizeof(T))) {
     if constexpr (kBack) {
       from_states = pass.states.row(b, pass.steps);
       states_step = -pass.states.time;
@@ -134,6 +140,27 @@ struct Walk {
       if constexpr (kBack) states_at[j] = index[j] * pass.states.along;
     }
     load(rest);
+    if constexpr (kVectors) {
+      constexpr int kLanes = 128 / (sizeof(T) * kEach);  // of a line
+      const int steps = width * static_cast<int>(sizeof(T)) > 1024 ? 8 : 16;
+      const int lane = threadIdx.x % kWarp, line = lane / kAhead, first = line * kLanes;
+      far = first < kWarp ? steps - kAhead + lane % kAhead : kNever;
+      far_at = __shfl_sync(kAll, in_at[0], first) + far * in_step;
+      if constexpr (kBack) far_states_at = __shfl_sync(kAll, states_at[0], first) + far * states_step;
+#pragma unroll 1
+      for (int sooner = steps - kAhead; sooner >= 0; sooner -= kAhead) prefetch(sooner);
+    }
+  }
+
+  // Asks the L2 cache for what is loaded 8 or 16 steps after the next load, or `sooner` steps before that: a read of
+  // memory takes longer than the steps whose inputs fit into registers. That is 8 to 32 KB of a block under way; where
+  // it was more, all took longer. A lane asks for a line of a step.
+  __device__ __forceinline__ void prefetch(int sooner = 0) {
+    if (far - sooner >= rest - kAhead) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + far_at - sooner * in_step));
+    if constexpr (kBack) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from_states + far_states_at - sooner * states_step));
+    }
   }
 
   // h_0, which it writes, or what comes before the first step back.
@@ -147,7 +174,8 @@ struct Walk {
         state[j] = static_cast<V>(h);
       }
     }
-    if constexpr (!kBack) to += step;
+    if constexpr (!kBack) to = advance(to, step);
+    if constexpr (kVectors) to += at[0], to_hidden += kBack ? at[0] : 0;
   }
 
   // What the next kAhead steps need, or `more` of them.
@@ -189,6 +217,7 @@ struct Walk {
     here = min(rest, kAhead);
     rest -= kAhead;
     load(rest);
+    if constexpr (kVectors) prefetch();
   }
 
   __device__ __forceinline__ V input(int d, int j) const { return static_cast<V>(now[d].get(j)); }
@@ -211,9 +240,11 @@ struct Walk {
 
   __device__ __forceinline__ void write(int d) {
     T* const row = is_last(d) ? to_hidden : to;
-    to += step;
+    int64_t by = step;
+    asm volatile("" : "+l"(by));  // Or the compiler makes each step's address of the first one's, which takes longer.
+    to = advance(to, by);
     if constexpr (kVectors) {
-      if (writes) *reinterpret_cast<Few*>(row + at[0]) = made;
+      if (writes) *reinterpret_cast<Few*>(row) = made;
     } else {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
@@ -225,12 +256,15 @@ struct Walk {
   // Whether a step back makes grad_hidden.
   __device__ __forceinline__ bool is_last(int d) const { return kBack && rest <= 0 && d + 1 == here; }
 
+  static constexpr int kNever = 0x7fffffff;
   unsigned writes;  // a bit an element
-  int here = 0;     // steps until the next turn
-  int rest;         // steps from then on
+  int far;          // steps from the next load to what this lane prefetches
+  int64_t far_at, far_states_at;
+  int here = 0;  // steps until the next turn
+  int rest;      // steps from then on
   const T *from, *from_states;
   int64_t in_step, in_at[kEach], states_step, states_at[kEach];
-  T *to, *to_hidden;
+  T *to, *to_hidden = nullptr;
   int64_t step;
   int at[kEach];
   Few made;

@@ -34,12 +34,16 @@ __device__ __forceinline__ void tell(uint64_t* word, uint32_t meeting, float val
   *reinterpret_cast<volatile uint64_t*>(word) = uint64_t{meeting} << 32 | __float_as_uint(value);
 }
 
-__device__ __forceinline__ float hear(const uint64_t* word, uint32_t meeting) {
+// For all lanes of a warp at once, or the compiler takes them to be apart from then on, and has every shuffle of the
+// steps after it gather them first.
+__device__ __forceinline__ float hear(const uint64_t* word, uint32_t meeting, bool wants) {
   constexpr uint32_t kPatience = 1 << 26;  // A minute: the other block is running, as the launch was a cooperative one.
+  uint64_t value = uint64_t{meeting} << 32;
 #pragma unroll 1
   for (uint32_t i = 0; i < kPatience; ++i) {
-    const uint64_t value = *reinterpret_cast<const volatile uint64_t*>(word);
-    if (static_cast<uint32_t>(value >> 32) == meeting) return __uint_as_float(static_cast<uint32_t>(value));
+    if (wants) value = *reinterpret_cast<const volatile uint64_t*>(word);
+    if (__all_sync(kAll, static_cast<uint32_t>(value >> 32) == meeting))
+      return __uint_as_float(static_cast<uint32_t>(value));
   }
   __trap();
 }
@@ -87,8 +91,9 @@ __global__ void __launch_bounds__(kMostThreadsOf<kBack, kTaps>, 1)
   words += group * 2 * tiles.blocks * beyond;
   uint32_t meeting = 0;
   int turn = 0;
-  for (int64_t b = group * tiles.rows + row; b < pass.batch; b += groups * tiles.rows) {
-    Walk<kBack, kVectors, kEach, kAhead, T, F> walk(pass, b, index, writes);
+  for (int64_t first_row = group * tiles.rows; first_row < pass.batch; first_row += groups * tiles.rows) {
+    const int64_t b = first_row + row;
+    Walk<kBack, kVectors, kEach, kAhead, T, F> walk(pass, b, width, index, writes);
     float state[kEach];
     walk.begin(pass, b, state);
     float window[kBefore + kEach + kAfter];
@@ -143,12 +148,15 @@ __global__ void __launch_bounds__(kMostThreadsOf<kBack, kTaps>, 1)
         until_blocks = tiles.meetings;
         ++meeting;
         uint64_t* const now = words + meeting % 2 * tiles.blocks * beyond;
-        for (int i = threadIdx.x; i < beyond; i += blockDim.x) {
+        for (int from = 0; from < beyond; from += blockDim.x) {
+          const int i = from + threadIdx.x;
           const bool is_before = i < tiles.before;  // The last elements are what comes before the next block's.
-          tell(now + (is_before ? right : left) * beyond + i, meeting, ring[is_before ? own + i : i]);
+          if (i < beyond) tell(now + (is_before ? right : left) * beyond + i, meeting, ring[is_before ? own + i : i]);
         }
-        for (int i = threadIdx.x; i < beyond; i += blockDim.x) {
-          ring[i < tiles.before ? i : own + i] = hear(now + block * beyond + i, meeting);
+        for (int from = 0; from < beyond; from += blockDim.x) {
+          const int i = from + threadIdx.x;
+          const float value = hear(now + block * beyond + i, meeting, i < beyond);
+          if (i < beyond) ring[i < tiles.before ? i : own + i] = value;
         }
         __syncthreads();
       }

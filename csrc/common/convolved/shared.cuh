@@ -29,11 +29,6 @@ struct Place {
   int here, again;
 };
 
-template <class T>
-__device__ __forceinline__ T* advance(T* pointer, int64_t bytes) {
-  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(pointer)) + bytes);
-}
-
 // The state in shared memory, twice, so that a step needs one barrier: it is read from one copy and written to the
 // other. The kernel's weights in registers, at most kTaps of them, or for kTaps = 0 any number of them in shared
 // memory. A thread has kEach elements of the state, blockDim.x apart; beyond the end it reads what the last element's

@@ -65,8 +65,9 @@ struct Ring {
 };
 
 // The state is there twice, so that a step needs one barrier: it is read from one copy and written to the other. Of the
-// kernel, `kAtOnce` vectors are read at once, and what is not of it is skipped by predicates.
-template <bool kBack, bool kVectors, int kAtOnce, class T, class F>
+// kernel, `kAtOnce` vectors are read at once, and what is not of it is skipped by predicates. kIsAll: these are all
+// vectors of it, or all but one, and stay in registers.
+template <bool kBack, bool kVectors, int kAtOnce, bool kIsAll, class T, class F>
 __global__ void __launch_bounds__(kThreads, 1) vectors_kernel(Pass<T, F> pass, Ring ring) {
   using Vector = Pack<float, kTogether>;
   constexpr int kAhead = 4;
@@ -84,10 +85,19 @@ __global__ void __launch_bounds__(kThreads, 1) vectors_kernel(Pass<T, F> pass, R
     index[j] = min(from + j, ring.n - 1);
     writes |= unsigned{first + (kVectors ? 0 : j) < ring.n} << j;
   }
-  Walk<kBack, kVectors, kTogether, kAhead, T, F> walk(pass, blockIdx.x, index, writes);
+  Walk<kBack, kVectors, kTogether, kAhead, T, F> walk(pass, blockIdx.x, ring.n, index, writes);
   float state[kTogether];
   walk.begin(pass, blockIdx.x, state);
   ring.put<kVectors>(rings, first, state);
+  Vector w[kAtOnce];
+  const auto read_weights = [&](const Vector* factors) {
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) w[v] = factors[v];
+  };
+  if constexpr (kIsAll) {
+    __syncthreads();
+    read_weights(reinterpret_cast<const Vector*>(weights));
+  }
   bool is_convolved = !kBack;  // What comes before the first step back is 0, whatever the weights are.
   while (walk.rest > 0) {
     walk.turn();
@@ -104,19 +114,20 @@ __global__ void __launch_bounds__(kThreads, 1) vectors_kernel(Pass<T, F> pass, R
       asm volatile("" : "+r"(begin), "+r"(end));  // Or all steps have their predicates in registers, which are few.
 #pragma unroll 1
       while (is_convolved && end > 0) {
-        Vector window[kAtOnce + 1], w[kAtOnce];
+        Vector window[kAtOnce + 1];
 #pragma unroll
         for (int v = 0; v <= kAtOnce; ++v) window[v] = states[v];
-#pragma unroll
-        for (int v = 0; v < kAtOnce; ++v) w[v] = factors[v];
+        if constexpr (!kIsAll) read_weights(factors);
 #pragma unroll
         for (int k = 0; k < kAtOnce * kTogether; ++k) {
-          if ((k < kTogether && k < begin) || k >= end) continue;
+          const bool may_end = !kIsAll || k >= (kAtOnce - 2) * kTogether;
+          if ((k < kTogether && k < begin) || (may_end && k >= end)) continue;
 #pragma unroll
           for (int j = 0; j < kTogether; ++j) {
             sums[j] += w[k / kTogether].values[k % kTogether] * window[(j + k) / kTogether].values[(j + k) % kTogether];
           }
         }
+        if constexpr (kIsAll) break;
         states += kAtOnce, factors += kAtOnce, begin = 0, end -= kAtOnce * kTogether;
       }
       is_convolved = true;
