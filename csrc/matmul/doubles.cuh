@@ -176,25 +176,33 @@ inline void multiply_doubles(
   using Small = Doubles<32, 64, 16, 32, 3>;
   using Smallest = Doubles<32, 32, 16, 16, 3>;
   using Largest = Doubles<128, 128, 32, 64, 1>;
+  using Narrow = Doubles<128, 16, 16, 16, 2>;
   constexpr TileModel kModels[] = {
       model_of<Large>(248), model_of<Middle>(205), model_of<Lone>(222), model_of<Small>(204), model_of<Smallest>(152)};
+  constexpr TileModel kOfLong[] = {model_of<Largest>(248)}, kOfNarrow[] = {model_of<Narrow>(120)};
   constexpr Costs kCosts{1423, 129, 1e9, 8285, 1e9, 1525, 347, 297, 0.071};
+  const int64_t most = std::max(product.m, product.n), least = std::min(product.m, product.n);
+  // Few rows become columns of a narrow tile: other tiles would leave much of a stage empty.
+  const bool narrow = least <= Narrow::kN && most > Middle::kM;
   const auto plan_of = [&](const auto& models) {
-    return plan(models, kCosts, product.m, product.n, product.k, sizeof(double), device, true);
+    const int64_t m = narrow ? most : product.m, n = narrow ? least : product.n;
+    return plan(models, kCosts, m, n, product.k, sizeof(double), device, true);
   };
   // What takes long is bound by the power that the device may take, of which the largest tile needs less.
   constexpr double kLong = 1e6;
-  constexpr TileModel kOfLong[] = {model_of<Largest>(248)};
-  const Plan of_any = plan_of(kModels);
-  const bool takes_long = of_any.nanoseconds > kLong;
-  const bool reads_both = reads(product.a, product.m, product.k) && reads(product.b, product.n, product.k);
+  const Plan of_any = narrow ? plan_of(kOfNarrow) : plan_of(kModels);
+  const bool takes_long = !narrow && of_any.nanoseconds > kLong;
   const Plan chosen = takes_long ? plan_of(kOfLong) : of_any;
-  with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
+  const bool reads_both = reads(product.a, product.m, product.k) && reads(product.b, product.n, product.k);
+  const bool swaps = narrow && reads_both && product.m < product.n;
+  const auto multiply_parts = [&](const Product<double, double>& p, const Plan& plan) {
     constexpr decltype(&multiply<Large>) kRuns[] = {
         multiply<Large>, multiply<Middle>, multiply<Lone>, multiply<Small>, multiply<Smallest>};
     if (!reads_both) return run_dmma<Dmma<64, 64, 32, 32, 4, 3>>(launch, p, plan);
-    (takes_long ? multiply<Largest> : kRuns[plan.shape])(launch, p, plan.tiling, device.processors);
-  });
+    auto* const run = narrow ? multiply<Narrow> : takes_long ? multiply<Largest> : kRuns[plan.shape];
+    run(launch, p, plan.tiling, device.processors);
+  };
+  with_splits(launch, like, swaps ? product.swapped() : product, device, chosen, multiply_parts);
 }
 
 }  // namespace hopper
