@@ -407,13 +407,26 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   }
 }
 
-// Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself, so that
-// those with the least circumference are best.
+// Rows and columns of c, which end between vectors.
+struct Part {
+  Part(int64_t m, int64_t n, int64_t parts_m, int64_t parts_n)
+      : rows(round_up((m + parts_m - 1) / parts_m, 16)), columns(round_up((n + parts_n - 1) / parts_n, 64)) {}
+
+  // What it takes for each of k, in multiply-adds: to pack an element takes as long as some of them.
+  int64_t cost() const {
+    constexpr int64_t kPacking = 16;
+    return rows * columns + kPacking * (rows + columns);
+  }
+
+  int64_t rows, columns;
+};
+
+// Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself.
 std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads) {
   std::array<int64_t, 2> best{1, threads};
-  auto cost = [&](int64_t rows, int64_t columns) { return (m + rows - 1) / rows + (n + columns - 1) / columns; };
   for (int64_t rows = 2; rows <= threads; ++rows) {
-    if (threads % rows == 0 && cost(rows, threads / rows) < cost(best[0], best[1])) best = {rows, threads / rows};
+    if (threads % rows != 0) continue;
+    if (Part(m, n, rows, threads / rows).cost() < Part(m, n, best[0], best[1]).cost()) best = {rows, threads / rows};
   }
   return best;
 }
@@ -421,15 +434,13 @@ std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads) {
 template <class T>
 void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
   constexpr double kWorthAThread = 64 * 64 * 64;
-  constexpr int64_t kPart = 16;  // Parts end between vectors.
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / kWorthAThread, 1, torch::stable::get_num_threads()));
   const auto [parts_m, parts_n] = cut(m, n, threads);
   std::atomic<bool> by_pairs = std::is_same_v<T, bfloat16> && simd::multiplies_pairs();
-  const int64_t rows = round_up((m + parts_m - 1) / parts_m, kPart);
-  const int64_t columns = round_up((n + parts_n - 1) / parts_n, 4 * kPart);
-  auto body = [&, parts_n = parts_n](int64_t begin, int64_t end) {
+  const auto [rows, columns] = Part(m, n, parts_m, parts_n);
+  auto body = [&, parts_n = parts_n, rows = rows, columns = columns](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const int64_t i = part / parts_n * rows, j = part % parts_n * columns;
       if (i >= m || j >= n) continue;
