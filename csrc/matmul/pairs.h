@@ -34,16 +34,21 @@ struct Packing<bfloat16, Pair> {
   }
 };
 
-// Whether an element of `n` pairs is subnormal, which the instruction takes for zero.
-inline bool has_subnormal(const Pair* pairs, int64_t n) {
-  auto is_subnormal = [](Pair x) { return static_cast<unsigned>((x & 0x7fff) - 1 < 0x7f); };
-  unsigned any = 0;
-  for (int64_t i = 0; i < n; ++i) any |= is_subnormal(pairs[i]) | is_subnormal(pairs[i] >> 16);
-  return any != 0;
-}
-
 #if defined(__x86_64__) && defined(__GNUC__)
 #define EXTENSION_CPP_PAIRS
+
+// Whether an element of `n` pairs is subnormal, which the instruction takes for zero.
+inline __attribute__((target("avx512f,avx512bw"))) bool has_subnormal(const Pair* pairs, int64_t n) {
+  constexpr int kLanes = 16;
+  const __m512i one = _mm512_set1_epi16(1), without_sign = _mm512_set1_epi16(0x7fff);
+  __m512i least = _mm512_set1_epi16(-1);  // of all less one, where zero is the greatest
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const auto there = n - i < kLanes ? static_cast<__mmask16>((1 << (n - i)) - 1) : static_cast<__mmask16>(-1);
+    const __m512i some = _mm512_maskz_loadu_epi32(there, pairs + i);
+    least = _mm512_min_epu16(least, _mm512_sub_epi16(_mm512_and_si512(some, without_sign), one));
+  }
+  return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(0x7f)) != 0;
+}
 
 // sums[i]: the sum of the products of row i of a strip of a, kStrip apart, with those of two vectors of b.
 template <int kRows, int kStrip>
