@@ -173,49 +173,53 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
 // What a tile does to c: the sums take its place, are added to it, or begin with it.
 enum class Into { kEmpty, kAdd, kGoOn };
 
-// A tile of c, in registers: rows of a strip of a, kStrip apart, with those of a strip of b, b_step apart.
-template <class V, int kBytes, int kRows, class P>
+// A tile of c, in registers: rows of a strip of a, kStrip apart, with those of a strip of b, b_step apart, of which it
+// takes kVectors.
+template <class V, int kBytes, int kRows, int kVectors, class P>
 void multiply_tile(
     int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
     int64_t columns) {
   using B = Blocking<V, kBytes>;
   using Lanes = Vector<V, kBytes>;
   using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-  const bool add = into == Into::kAdd, whole = rows == kRows && columns == B::kColumns;
+  constexpr int kColumns = kVectors * B::kLanes;
+  const bool add = into == Into::kAdd, whole = rows == kRows && columns == kColumns;
   for (int64_t i = 0; add && i < rows; ++i) {  // Else the sums in c are waited for at the end.
     for (int64_t j = 0; j < columns; j += 64 / sizeof(V)) __builtin_prefetch(c + i * c_step + j, 1);
   }
-  V edge[kRows][B::kColumns];
+  V edge[kRows][kColumns];
   V* to = whole ? c : edge[0];
-  const int64_t step = whole ? c_step : B::kColumns;
-  Lanes sums[kRows][2];
+  const int64_t step = whole ? c_step : kColumns;
+  Lanes sums[kRows][kVectors];
   if constexpr (std::is_same_v<P, V>) {
     if (into == Into::kGoOn) {
       for (int64_t i = 0; !whole && i < rows; ++i) std::copy_n(c + i * c_step, columns, edge[i]);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
         const auto* row = reinterpret_cast<const Anywhere*>(to + i * step);
-        sums[i][0] = row[0], sums[i][1] = row[1];
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = row[v];
       }
     } else {
       std::memset(sums, 0, sizeof(sums));
     }
     for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
-      const Lanes left = reinterpret_cast<const Anywhere*>(b)[0], right = reinterpret_cast<const Anywhere*>(b)[1];
+      Lanes row[kVectors];
+      for (int v = 0; v < kVectors; ++v) row[v] = reinterpret_cast<const Anywhere*>(b)[v];
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        sums[i][0] += a[i] * left;
-        sums[i][1] += a[i] * right;
+        for (int v = 0; v < kVectors; ++v) sums[i][v] += a[i] * row[v];
       }
     }
   } else {
-    add_pairs<kRows, B::kRows>(depth, a, b, reinterpret_cast<float*>(sums));
+    add_pairs<kRows, B::kRows, kVectors>(depth, a, b, reinterpret_cast<float*>(sums));
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
     auto* row = reinterpret_cast<Anywhere*>(to + i * step);
-    if (whole && add) sums[i][0] += row[0], sums[i][1] += row[1];
-    row[0] = sums[i][0], row[1] = sums[i][1];
+    for (int v = 0; v < kVectors; ++v) {
+      if (whole && add) sums[i][v] += row[v];
+      row[v] = sums[i][v];
+    }
   }
   if (whole) return;
   for (int64_t i = 0; i < rows; ++i) {
@@ -223,18 +227,25 @@ void multiply_tile(
   }
 }
 
-// The same for a strip of a of as many rows as there are.
+// The same for a strip of a of as many rows as there are, and of b of as many columns.
 template <class V, int kBytes, class P>
 void multiply_strip(
     int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
     int64_t columns) {
   constexpr int kRows = Blocking<P, kBytes>::kRows;
-  if (rows == 1) {
-    multiply_tile<V, kBytes, 1>(depth, a, b, b_step, into, c, c_step, rows, columns);
-  } else if (rows <= kRows / 2) {
-    multiply_tile<V, kBytes, kRows / 2>(depth, a, b, b_step, into, c, c_step, rows, columns);
+  const auto multiply_rows = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+    if (rows == 1) {
+      multiply_tile<V, kBytes, 1, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+    } else if (rows <= kRows / 2) {
+      multiply_tile<V, kBytes, kRows / 2, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+    } else {
+      multiply_tile<V, kBytes, kRows, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+    }
+  };
+  if (columns <= Blocking<P, kBytes>::kLanes) {
+    multiply_rows(std::integral_constant<int, 1>());
   } else {
-    multiply_tile<V, kBytes, kRows>(depth, a, b, b_step, into, c, c_step, rows, columns);
+    multiply_rows(std::integral_constant<int, 2>());
   }
 }
 

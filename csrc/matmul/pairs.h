@@ -50,24 +50,23 @@ inline __attribute__((target("avx512f,avx512bw"))) bool has_subnormal(const Pair
   return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(0x7f)) != 0;
 }
 
-// sums[i]: the sum of the products of row i of a strip of a, kStrip apart, with those of two vectors of b.
-template <int kRows, int kStrip>
+// sums[i]: the sum of the products of row i of a strip of a, kStrip apart, with those of kVectors of b's two vectors.
+template <int kRows, int kStrip, int kVectors>
 __attribute__((target("avx512f,avx512bf16"))) void add_pairs(int64_t depth, const Pair* a, const Pair* b, float* sums) {
   constexpr int kLanes = 16;
-  __m512 of[kRows][2] = {};
+  __m512 of[kRows][kVectors] = {};
   for (int64_t p = 0; p < depth; ++p, a += kStrip, b += 2 * kLanes) {
-    const auto left = (__m512bh)_mm512_loadu_si512(b), right = (__m512bh)_mm512_loadu_si512(b + kLanes);
+    __m512bh row[kVectors];
+    for (int v = 0; v < kVectors; ++v) row[v] = (__m512bh)_mm512_loadu_si512(b + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
-      of[i][0] = _mm512_dpbf16_ps(of[i][0], pair, left);
-      of[i][1] = _mm512_dpbf16_ps(of[i][1], pair, right);
+      for (int v = 0; v < kVectors; ++v) of[i][v] = _mm512_dpbf16_ps(of[i][v], pair, row[v]);
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    _mm512_storeu_ps(sums + i * 2 * kLanes, of[i][0]);
-    _mm512_storeu_ps(sums + i * 2 * kLanes + kLanes, of[i][1]);
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(sums + (i * kVectors + v) * kLanes, of[i][v]);
   }
 }
 
