@@ -251,11 +251,19 @@ void multiply_strip(
 
 constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
 
-// Whether a has few rows, so that reading b takes the most time, and is small enough to be packed as a whole.
+// Whether all of b is read from a cache where it lies, whatever the order.
+template <class V>
+bool is_small(const Factor<V>& b, int64_t k) {
+  constexpr int64_t kBytes = 128 * 1024;
+  return b.outer == 1 && b.inner * k * static_cast<int64_t>(sizeof(V)) <= kBytes;
+}
+
+// Whether a is to be packed as a whole, and b not: a has few rows, so that reading b takes the most time, or both are
+// small.
 template <class V, int kBytes>
-bool is_few(int64_t m, int64_t k) {
-  constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20;
-  return m <= 4 * kRows && k <= kMostElements / (4 * kRows);
+bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
+  constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20, kSmall = 1 << 16;
+  return (m <= 4 * kRows && k <= kMostElements / (4 * kRows)) || (m * k <= kSmall && is_small(b, k));
 }
 
 // c = a * b for few rows, in one thread: b is read along its rows or columns, as far as they go, since what lies in
@@ -297,18 +305,19 @@ void multiply_few(
     }
     return;
   }
+  const int64_t most = is_small(b, k) ? B::kDepth : kSlice;
   for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
     const int64_t width = std::min(kFewColumns, n - j0);
     for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
       const int64_t depth = std::min(B::kDepth, k - p0);
       V* const to = p0 == 0 ? c + j0 : sums;
       const int64_t step = p0 == 0 ? c_step : width;
-      for (int64_t p = 0; p < depth; p += kSlice) {
-        const int64_t slice = std::min(kSlice, depth - p);
+      for (int64_t p = 0; p < depth; p += most) {
+        const int64_t slice = std::min(most, depth - p);
         for (int64_t j = 0; j < width; j += B::kColumns) {
           const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
           const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
-          const bool in_place = columns == B::kColumns;
+          const bool in_place = columns == B::kColumns || columns == B::kLanes;
           if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
           multiply(
               p0, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
@@ -384,8 +393,9 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
   const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
   if constexpr (kInPlace) {
-    if (is_few<V, kBytes>(m, k)) {
-      const int64_t of_all = height * k + kBehind, of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
+    if (is_few<V, kBytes>(m, k, b)) {
+      const int64_t of_all = round_up(m, B::kRows) * k + kBehind,
+                    of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
       const int64_t of_strip = B::kColumns * depth + kBehind;
       Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));
       V *const packed_a = scratch.take<V>(of_all), *const packed_b = scratch.take<V>(of_strip);
