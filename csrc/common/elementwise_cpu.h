@@ -11,20 +11,31 @@ namespace detail {
 
 constexpr int64_t kBlock = 512;  // Elements that stay in the first-level cache, of every operand.
 
-// n contiguous elements. Operands are distinct memory or the very same (overlap.h), so iterations are independent.
-template <size_t kOut, size_t kIn, class T, class Op>
+// n contiguous elements, of which input kSame has the first one only. Operands are distinct memory or the very same
+// (overlap.h), so iterations are independent.
+template <size_t kOut, size_t kIn, size_t kSame, class T, class Op>
 void contiguous(const Pointers<T, kOut + kIn>& data, int64_t n, const Op& op) {
   using V = typename Compute<T>::type;
   auto body = [&] {
+    V same{};
+    if constexpr (kSame < kIn) same = load(*data.at[kOut + kSame]);
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       V in[kIn], out[kOut];
-      for (size_t k = 0; k < kIn; ++k) in[k] = load(data.at[kOut + k][i]);
+      for (size_t k = 0; k < kIn; ++k) in[k] = k == kSame ? same : load(data.at[kOut + k][i]);
       op(in, out);
       for (size_t k = 0; k < kOut; ++k) store(data.at[k][i], out[k]);
     }
   };
   std::is_same_v<T, V> ? simd::run_on_memory(body) : simd::run(body);  // Conversions take longer than reading.
+}
+
+// The same for an input that is known at run time; kIn: none.
+template <size_t kOut, size_t kIn, class T, class Op>
+void contiguous(const Pointers<T, kOut + kIn>& data, size_t same, int64_t n, const Op& op) {
+  [&]<size_t... kSame>(std::index_sequence<kSame...>) {
+    static_cast<void>(((kSame == same && (contiguous<kOut, kIn, kSame>(data, n, op), true)) || ...));
+  }(std::make_index_sequence<kIn + 1>());
 }
 
 template <class T, class V>
@@ -60,7 +71,7 @@ void row(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, c
         load_strided(at, steps[k], buffers[k], size);
       }
     }
-    contiguous<kOut, kIn>(block, size, op);
+    contiguous<kOut, kIn, kIn>(block, size, op);
     for (size_t k = 0; k < kOut; ++k) {
       if (in_place(k)) continue;
       T* at = data.at[k] + begin * steps[k];
@@ -94,17 +105,20 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
     for (size_t k = 0; k < N; ++k) data.at[k] += index[d] * loop.strides[k][d];
   }
   constexpr bool kComputesInT = std::is_same_v<T, typename Compute<T>::type>;
-  bool unit = !std::is_same_v<T, float16>;  // For float16 there are instructions for whole blocks only.
-  bool apart = false;
+  // Contiguous but for the input `same`; for float16 there are instructions for whole blocks only.
+  bool unit = !std::is_same_v<T, float16>, apart = false;
+  size_t same = kIn;
   for (size_t k = 0; k < N; ++k) {
     steps[k] = loop.strides[k][0];
-    unit = unit && steps[k] == 1;
+    const bool is_same = steps[k] == 0 && k >= kOut && same == kIn;
+    if (is_same) same = k - kOut;
+    unit = unit && (is_same || steps[k] == 1);
     apart = apart || steps[k] > 1;
   }
   for (int64_t done = begin; done < end;) {
     const int64_t n = std::min(loop.sizes[0] - index[0], end - done);
     if (unit) {
-      contiguous<kOut, kIn>(data, n, op);
+      contiguous<kOut, kIn>(data, same, n, op);
     } else if (kComputesInT && apart) {
       if constexpr (kComputesInT) simd::run([&] { strided<kOut, kIn>(data, steps, n, op); });
     } else {
