@@ -227,26 +227,29 @@ void multiply_tile(
   }
 }
 
-// The same for a strip of a of as many rows as there are, and of b of as many columns.
+// The same for a strip of a of as many rows as there are, and of b of as many columns. Compiled apart, as all tiles
+// take much code.
 template <class V, int kBytes, class P>
 void multiply_strip(
     int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
     int64_t columns) {
-  constexpr int kRows = Blocking<P, kBytes>::kRows;
-  const auto multiply_rows = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-    if (rows == 1) {
-      multiply_tile<V, kBytes, 1, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
-    } else if (rows <= kRows / 2) {
-      multiply_tile<V, kBytes, kRows / 2, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+  simd::run_apart<kBytes>([=] {
+    constexpr int kRows = Blocking<P, kBytes>::kRows;
+    const auto multiply_rows = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+      if (rows == 1) {
+        multiply_tile<V, kBytes, 1, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+      } else if (rows <= kRows / 2) {
+        multiply_tile<V, kBytes, kRows / 2, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+      } else {
+        multiply_tile<V, kBytes, kRows, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+      }
+    };
+    if (columns <= Blocking<P, kBytes>::kLanes) {
+      multiply_rows(std::integral_constant<int, 1>());
     } else {
-      multiply_tile<V, kBytes, kRows, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+      multiply_rows(std::integral_constant<int, 2>());
     }
-  };
-  if (columns <= Blocking<P, kBytes>::kLanes) {
-    multiply_rows(std::integral_constant<int, 1>());
-  } else {
-    multiply_rows(std::integral_constant<int, 2>());
-  }
+  });
 }
 
 constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
