@@ -315,6 +315,7 @@ CONVOLVED_SIZES = [  # B, T, H, K
     (2, 9, 33, 8),
     (2, 7, 100, 33),
     (2, 9, 28, 27),  # On CUDA, a thread's elements are next to both ends of the others.
+    (1, 5, 64, 20),
     (1, 5, 301, 12),  # No vectors.
     (1, 5, 384, 5),  # Few taps of a wide row.
     (1, 5, 600, 9),  # In float64, two elements a thread back in time.

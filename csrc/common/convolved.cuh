@@ -128,7 +128,8 @@ Tiles tiles_of(const Sizes& sizes, int processors) {
   const int64_t step_before = kBack ? sizes.taps - 1 - sizes.taps / 2 : sizes.taps / 2;
   const int64_t step_after = sizes.taps - 1 - step_before;
   const auto whole = [&](int64_t x) { return ceil_div(x, each) * each; };
-  // What a step takes, about, in cycles of an H100; and what a launch of blocks that meet takes more.
+  // About what a step takes, in cycles of an H100: `alone` where a scheduler has one warp, else `shared` and `of_warps`
+  // for each; and its share of what a meeting takes, and of what a launch of blocks that meet takes more.
   const double alone = !is_exact ? 430 : kBack ? 100 : 130, shared = !is_exact ? 210 : kBack ? 0 : 20;
   const double of_warps = !is_exact ? 145 : kBack ? 80 : 65, meeting = 130, far_meeting = 930, far_launch = 4400;
   double least = 1e300;
@@ -255,13 +256,13 @@ void start(
       const int vectors = (ring.skip + ring.taps + kTogether - 1) / kTogether;
       const auto kernel = [&] {
         if (!has) return vectors_kernel<kBack, false, kMostTogether, false, T, F>;
-        if (vectors > kMostTogether) return vectors_kernel<kBack, true, kMostTogether, false, T, F>;
-        if (vectors > 6) return vectors_kernel<kBack, true, 8, true, T, F>;
-        if (vectors > 4) return vectors_kernel<kBack, true, 6, true, T, F>;
         if constexpr (!kBack) {
           if (vectors <= 2) return vectors_kernel<kBack, true, 2, true, T, F>;
+          // Five and six vectors would take as much code again, and so would these back in time, for a twentieth.
+          if (vectors == 7 || vectors == 8) return vectors_kernel<kBack, true, 8, true, T, F>;
         }
-        return vectors_kernel<kBack, true, 4, true, T, F>;
+        if (vectors <= 4) return vectors_kernel<kBack, true, 4, true, T, F>;
+        return vectors_kernel<kBack, true, kMostTogether, false, T, F>;
       }();
       const int64_t threads = ceil_div(ceil_div(sizes.width, kTogether), kWarp) * kWarp;
       return launch(kernel, sizes.batch, static_cast<int>(threads), ring.bytes, pass, ring);
