@@ -257,8 +257,8 @@ constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b t
 // Whether all of b is read from a cache where it lies, whatever the order.
 template <class V>
 bool is_small(const Factor<V>& b, int64_t k) {
-  constexpr int64_t kBytes = 128 * 1024;
-  return b.outer == 1 && b.inner * k * static_cast<int64_t>(sizeof(V)) <= kBytes;
+  constexpr int64_t kElements = 128 * 1024 / sizeof(V);
+  return b.outer == 1 && b.inner <= kElements / k;
 }
 
 // Whether a is to be packed as a whole, and b not: a has few rows, so that reading b takes the most time, or both are
@@ -266,7 +266,7 @@ bool is_small(const Factor<V>& b, int64_t k) {
 template <class V, int kBytes>
 bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
   constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20, kSmall = 1 << 16;
-  return (m <= 4 * kRows && k <= kMostElements / (4 * kRows)) || (m * k <= kSmall && is_small(b, k));
+  return (m <= 4 * kRows && k <= kMostElements / (4 * kRows)) || (k <= kSmall / m && is_small(b, k));
 }
 
 // c = a * b for few rows, in one thread: b is read along its rows or columns, as far as they go, since what lies in
@@ -431,7 +431,7 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   }
 }
 
-// Rows and columns of c, which end between vectors.
+// Rows and columns of a part of c, which end between vectors.
 struct Part {
   Part(int64_t m, int64_t n, int64_t parts_m, int64_t parts_n)
       : rows(round_up((m + parts_m - 1) / parts_m, 16)), columns(round_up((n + parts_n - 1) / parts_n, 64)) {}
