@@ -258,7 +258,7 @@ void start(
         if (!has) return vectors_kernel<kBack, false, kMostTogether, false, T, F>;
         if constexpr (!kBack) {
           if (vectors <= 2) return vectors_kernel<kBack, true, 2, true, T, F>;
-          // Five and six vectors would take as much code again, and so would these back in time, for a twentieth.
+          // To have this for five and six vectors too, or back in time, where it gains 5%, takes much code.
           if (vectors == 7 || vectors == 8) return vectors_kernel<kBack, true, 8, true, T, F>;
         }
         if (vectors <= 4) return vectors_kernel<kBack, true, 4, true, T, F>;

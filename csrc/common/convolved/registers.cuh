@@ -42,8 +42,8 @@ __device__ __forceinline__ float hear(const uint64_t* word, uint32_t meeting, bo
 #pragma unroll 1
   for (uint32_t i = 0; i < kPatience; ++i) {
     if (wants) value = *reinterpret_cast<const volatile uint64_t*>(word);
-    if (__all_sync(kAll, static_cast<uint32_t>(value >> 32) == meeting))
-      return __uint_as_float(static_cast<uint32_t>(value));
+    const bool is_there = static_cast<uint32_t>(value >> 32) == meeting;
+    if (__all_sync(kAll, is_there)) return __uint_as_float(static_cast<uint32_t>(value));
   }
   __trap();
 }

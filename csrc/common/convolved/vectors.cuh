@@ -66,7 +66,7 @@ struct Ring {
 
 // The state is there twice, so that a step needs one barrier: it is read from one copy and written to the other. Of the
 // kernel, `kAtOnce` vectors are read at once, and what is not of it is skipped by predicates. kIsAll: these are all
-// vectors of it, or all but one, and stay in registers.
+// that it has, or one more, and stay in registers.
 template <bool kBack, bool kVectors, int kAtOnce, bool kIsAll, class T, class F>
 __global__ void __launch_bounds__(kThreads, 1) vectors_kernel(Pass<T, F> pass, Ring ring) {
   using Vector = Pack<float, kTogether>;
