@@ -98,13 +98,14 @@ Plan plan_simt(const Product<float, float>& product, const Device& device) {
       simt_model<Small>(155)};
   constexpr double kStart = 2500;
   constexpr int64_t kFewSteps = 8;
-  Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(float), device, false);
-  chosen.nanoseconds += kStart;
-  // Tiles of few steps read, multiply and store one after the other.
-  if (chosen.tiling.steps_per_split <= kFewSteps) {
-    chosen.nanoseconds += time_of_memory(product.m, product.n, product.k, sizeof(float));
-  }
-  return chosen;
+  const int64_t m = product.m, n = product.n, k = product.k;
+  return remembered(m, n, k, device, [&] {
+    Plan chosen = plan(kModels, kCosts, m, n, k, sizeof(float), device, false);
+    chosen.nanoseconds += kStart;
+    // Tiles of few steps read, multiply and store one after the other.
+    if (chosen.tiling.steps_per_split <= kFewSteps) chosen.nanoseconds += time_of_memory(m, n, k, sizeof(float));
+    return chosen;
+  });
 }
 
 void simt(
@@ -131,7 +132,9 @@ void simt(
 void simt(Launch& launch, const View& like, const Product<double, double>& product, const Device& device) {
   using Shape = Simt<double, 64, 64, 16, 8, 4, 3, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(50)};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, false);
+  const Plan chosen = remembered(product.m, product.n, product.k, device, [&] {
+    return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, false);
+  });
   with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     const bool rows_b = has_vectors_along_rows(p.b, p.rows_b);
     if (rows_b) return run_simt<Shape, Reads::kElements, Reads::kRows>(launch, p, plan);
@@ -144,7 +147,9 @@ template <class T>
 void simt(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using Shape = Simt<float, 64, 128, 16, 8, 8, 2, 3>;
   constexpr TileModel kModels[] = {simt_model<Shape>(100)};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  const Plan chosen = remembered(product.m, product.n, product.k, device, [&] {
+    return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  });
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     run_simt<Shape, Reads::kElements, Reads::kElements>(launch, p, plan);
   });
@@ -154,7 +159,9 @@ template <class T>
 void mma(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
   using M = Mma<T>;
   const TileModel shapes[] = {{M::kM, M::kN, M::kK, 4, 2, 2000.0 / sizeof(T), 8}};
-  const Plan chosen = plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  const Plan chosen = remembered(product.m, product.n, product.k, device, [&] {
+    return plan(shapes, kCosts, product.m, product.n, product.k, sizeof(T), device, false);
+  });
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     launch(mma_kernel<T>, plan.tiling.count(), M::kThreads, 0, p, TileOrder(plan.tiling, false));
   });
@@ -229,7 +236,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
   const bool crowded = narrow && product.n < hopper::kTiles[hopper::kNarrowest].n &&
                        product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  const Plan chosen = plan_wgmma(product, device);
+  const Plan chosen = remembered(product.m, product.n, product.k, device, [&] { return plan_wgmma(product, device); });
   const bool in_pieces = is_in_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];
   if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);

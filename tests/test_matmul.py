@@ -419,6 +419,13 @@ class TestCuda:
                 assert same_bits(extension_cpp.matmul(x, y), want), f"{sizes}: {x.stride()} and {y.stride()}"
 
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
+    def test_products_one_after_another(self, dtype):
+        """Of more sizes, in each dimension, than a thread remembers plans of: each is computed by its own."""
+        for vary in range(3):
+            for size in range(24, 9000, 68):
+                compare(*factors("cuda", dtype, *(size if i == vary else 136 for i in range(3))))
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_outer(self, dtype):
         """One product an element has the bits of the CPU."""
         for m, n in ((1, 1), (1, 7), (9, 1), (500, 500), (3, 1001), (70_000, 3), (3, 70_000), (129, 514), (1030, 4100)):

@@ -269,7 +269,9 @@ inline void mma(Launch& launch, const View& like, const Product<double, double>&
   constexpr TileModel kModels[] = {
       dmma_model<Large>(298), dmma_model<Middle>(241), dmma_model<Small>(212), dmma_model<Flat>(68)};
   constexpr Costs kCosts{977, 202, 1e9, 14133, 3096, 1481, 495, 0, 0.417};
-  const Plan chosen = plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, true);
+  const Plan chosen = remembered(product.m, product.n, product.k, device, [&] {
+    return plan(kModels, kCosts, product.m, product.n, product.k, sizeof(double), device, true);
+  });
   with_splits(launch, like, product, device, chosen, [&](const Product<double, double>& p, const Plan& plan) {
     constexpr decltype(&run_dmma<Large>) kRuns[] = {run_dmma<Large>, run_dmma<Middle>, run_dmma<Small>, run_dmma<Flat>};
     kRuns[plan.shape](launch, p, plan);

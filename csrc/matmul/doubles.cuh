@@ -184,23 +184,28 @@ inline void multiply_doubles(
   const int64_t most = std::max(product.m, product.n), least = std::min(product.m, product.n);
   // Few rows become columns of a narrow tile: other tiles would leave much of a stage empty.
   const bool narrow = least <= Narrow::kN && most > Middle::kM;
-  const auto plan_of = [&](const auto& models) {
-    const int64_t m = narrow ? most : product.m, n = narrow ? least : product.n;
-    return plan(models, kCosts, m, n, product.k, sizeof(double), device, true);
+  const int64_t m = narrow ? most : product.m, n = narrow ? least : product.n, k = product.k;
+  const auto plan_of = [&](const auto& models, int first) {
+    Plan made = plan(models, kCosts, m, n, k, sizeof(double), device, true);
+    made.shape += first;
+    return made;
   };
-  // What takes long is bound by the power that the device may take, of which the largest tile needs less.
-  constexpr double kLong = 1e6;
-  const Plan of_any = narrow ? plan_of(kOfNarrow) : plan_of(kModels);
-  const bool takes_long = !narrow && of_any.nanoseconds > kLong;
-  const Plan chosen = takes_long ? plan_of(kOfLong) : of_any;
+  constexpr decltype(&multiply<Large>) kRuns[] = {multiply<Large>, multiply<Middle>,   multiply<Lone>,
+                                                  multiply<Small>, multiply<Smallest>, multiply<Largest>,
+                                                  multiply<Narrow>};
+  constexpr int kLargest = 5, kNarrow = 6;
+  const Plan chosen = remembered(m, n, k, device, [&] {
+    if (narrow) return plan_of(kOfNarrow, kNarrow);
+    // What takes long is bound by the power that the device may take, of which the largest tile needs less.
+    constexpr double kLong = 1e6;
+    const Plan of_any = plan_of(kModels, 0);
+    return of_any.nanoseconds > kLong ? plan_of(kOfLong, kLargest) : of_any;
+  });
   const bool reads_both = reads(product.a, product.m, product.k) && reads(product.b, product.n, product.k);
   const bool swaps = narrow && reads_both && product.m < product.n;
   const auto multiply_parts = [&](const Product<double, double>& p, const Plan& plan) {
-    constexpr decltype(&multiply<Large>) kRuns[] = {
-        multiply<Large>, multiply<Middle>, multiply<Lone>, multiply<Small>, multiply<Smallest>};
     if (!reads_both) return run_dmma<Dmma<64, 64, 32, 32, 4, 3>>(launch, p, plan);
-    auto* const run = narrow ? multiply<Narrow> : takes_long ? multiply<Largest> : kRuns[plan.shape];
-    run(launch, p, plan.tiling, device.processors);
+    kRuns[plan.shape](launch, p, plan.tiling, device.processors);
   };
   with_splits(launch, like, swaps ? product.swapped() : product, device, chosen, multiply_parts);
 }

@@ -1,6 +1,7 @@
 // Which tiles a product is cut into, and into how many parts of k: an estimate of what takes the least time.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -15,6 +16,7 @@ struct Device {
   bool hopper = false;
 
   bool has_clusters() const { return architecture >= 90; }
+  bool operator==(const Device&) const = default;
 };
 
 // A kernel's tile and what a multiprocessor does with it.
@@ -129,6 +131,25 @@ Plan plan(
     }
   }
   return best;
+}
+
+// What make() plans for a product, which takes it up to some thirty microseconds: a thread remembers the last plans of
+// each function.
+template <class Make>
+Plan remembered(int64_t m, int64_t n, int64_t k, const Device& device, const Make& make) {
+  struct Known {
+    int64_t m, n, k;  // all of them 0 at first, which no product has
+    Device device;
+    Plan plan;
+  };
+  constexpr int kBits = 6;
+  constexpr uint64_t kMix = 0x9e3779b97f4a7c15;  // 2^64 over the golden ratio
+  thread_local std::array<Known, 1 << kBits> all{};
+  Known& known = all[((m * kMix + n) * kMix + k) * kMix >> (64 - kBits)];
+  if (known.m != m || known.n != n || known.k != k || !(known.device == device)) {
+    known = {m, n, k, device, make()};
+  }
+  return known.plan;
 }
 
 }  // namespace extension_cpp::matmul

@@ -309,9 +309,11 @@ inline Plan plan_split(int64_t rows, int64_t others, int64_t k, const Device& de
   constexpr TileModel kModels[] = {{128, 128, Split<128>::kK, 8, 1, 541, 8}, {128, 64, Split<64>::kK, 8, 1, 416, 8}};
   constexpr Costs kCosts{3570, 95, 16255, 4526, 20450, 0, 293, 624};
   constexpr double kStart = 5894, kBytesOfSplit = 1996;
-  Plan chosen = plan(kModels, kCosts, rows, others, k, sizeof(float), device, true);
-  chosen.nanoseconds += kStart + static_cast<double>(others) * k * (sizeof(float) + kBytesOfParts) / kBytesOfSplit;
-  return chosen;
+  return remembered(rows, others, k, device, [&] {
+    Plan chosen = plan(kModels, kCosts, rows, others, k, sizeof(float), device, true);
+    chosen.nanoseconds += kStart + static_cast<double>(others) * k * (sizeof(float) + kBytesOfParts) / kBytesOfSplit;
+    return chosen;
+  });
 }
 
 inline Plan plan_split(const Product<float, float>& product, const Device& device) {
