@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.contenders import NODE, backward, compiled, graphed
+from benchmarks.contenders import NODE, backward, compiled, graphed, in_calling_thread
 from benchmarks.harness import OURS, Case, Function, reported, time_calls
 from extension_cpp.ops._operator import reference_of
 
@@ -91,16 +91,13 @@ def both(
         **described,
     }
     yield Case(op, device, contenders, inputs, reference, bytes=passes[0], **described)
-    yield Case(
-        op,
-        device,
-        {name: backward(who) for name, who in steps.items()},
-        workload="forward and backward",
-        timer=time_calls if by_python else None,
-        reason=NODE if by_python else "",
-        **trained,
-    )
+    trainings = {name: backward(who) for name, who in steps.items()}
+    timed = {"timer": time_calls, "reason": NODE} if by_python else {}
+    yield Case(op, device, trainings, workload="forward and backward", **timed, **trained)
     if by_python:
+        of_one_thread = {name: in_calling_thread(step) for name, step in trainings.items()}
+        workload = "forward and backward in the calling thread"
+        yield Case(op, device, of_one_thread, workload=workload, **timed, **trained)
         graphs = {name: graphed(backward(who)) for name, who in contenders.items()}
         yield Case(op, device, graphs, workload="forward and backward as a CUDA graph", **trained)
 

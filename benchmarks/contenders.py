@@ -73,6 +73,16 @@ def backward(function: Function) -> Function:
     return step
 
 
+def in_calling_thread(step: Function) -> Function:
+    """A step of training whose backward stays in the thread that calls it: else autograd has a thread for each GPU."""
+
+    def run(*inputs) -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step(*inputs)
+
+    return run
+
+
 def graphed(function: Function) -> Function:
     """The same work as one CUDA graph: the device's time without Python's. Captured again for other inputs."""
     captured: dict = {"inputs": None}
