@@ -9,19 +9,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import (
-    CALL,
-    DTYPES,
-    RECORD,
-    backward,
-    batched_call,
-    calls,
-    compiled,
-    graphed,
-    in_calling_thread,
-    sizes,
-    vectors,
-)
+from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, calls, compiled, graphed, sizes, vectors
 from benchmarks.harness import OURS, Case, Function, time_calls
 from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import reference_of
@@ -155,10 +143,6 @@ def training(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
     # Up to there the host takes longer than the device, and than flushing the cache hides.
     timer = time_calls if device == "cuda" and log2 <= 20 else None
     yield Case("mymuladd", device, steps, workload="forward and backward", short=short, timer=timer, **common)
-    if timer:
-        of_one_thread = {name: in_calling_thread(step) for name, step in steps.items()}
-        workload = "forward and backward in the calling thread"
-        yield Case("mymuladd", device, of_one_thread, workload=workload, timer=timer, **common)
     if device == "cuda" and log2 >= LEAST_GRAPH:
         graphs = {name: graphed(step) for name, step in steps.items()}
         yield Case("mymuladd", device, graphs, workload="forward and backward as a CUDA graph", **common)
