@@ -200,7 +200,10 @@ void multiply_tile(
         for (int v = 0; v < kVectors; ++v) sums[i][v] = row[v];
       }
     } else {
-      std::memset(sums, 0, sizeof(sums));
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {  // By std::memset, compilers write zeros to memory and read them from there.
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = Lanes{};
+      }
     }
     for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
       Lanes row[kVectors];
