@@ -238,19 +238,19 @@ void multiply_strip(
     int64_t columns) {
   simd::run_apart<kBytes>([=] {
     constexpr int kRows = Blocking<P, kBytes>::kRows;
-    const auto multiply_rows = [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-      if (rows == 1) {
-        multiply_tile<V, kBytes, 1, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
-      } else if (rows <= kRows / 2) {
-        multiply_tile<V, kBytes, kRows / 2, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
-      } else {
-        multiply_tile<V, kBytes, kRows, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
-      }
+    // Of the lowest tile that has so many rows.
+    const auto multiply_rows = [&]<int kVectors, int... kMost>(
+                                   std::integral_constant<int, kVectors>, std::integer_sequence<int, kMost...>) {
+      ((rows <= kMost &&
+        (multiply_tile<V, kBytes, kMost, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns), true)) ||
+       ...);
     };
+    using Heights = std::conditional_t<
+        kRows == 14, std::integer_sequence<int, 1, 4, 7, 10, 14>, std::integer_sequence<int, 1, kRows / 2, kRows>>;
     if (columns <= Blocking<P, kBytes>::kLanes) {
-      multiply_rows(std::integral_constant<int, 1>());
+      multiply_rows(std::integral_constant<int, 1>(), Heights());
     } else {
-      multiply_rows(std::integral_constant<int, 2>());
+      multiply_rows(std::integral_constant<int, 2>(), Heights());
     }
   });
 }
