@@ -126,6 +126,8 @@ def rules(nvcc: str | None, includes: Iterable[str], architectures: Iterable[str
     # The libraries contain no path of this machine: messages name csrc/... and include/torch/...
     host = ["-fPIC", "-fvisibility=hidden", "-g" if debug else "-g0", f"-ffile-prefix-map={include}=include"]
     host += ["-Wall", "-Wno-unknown-pragmas"]  # Clang knows none of GCC's pragmas, which only help it to vectorize.
+    # As PyTorch: errno, which nobody reads, would keep std::sqrt and others from being vectorized.
+    host += ["-fno-math-errno"]
     optimise = "-O0" if debug else "-O3"
     common = ["-std=c++20", "-isystem", include, *STABLE_ABI]
     headers = [flag for path in includes for flag in ("-isystem", path)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import re
 import warnings
 import weakref
@@ -698,7 +699,7 @@ class Contract:
         for args in small:
             # In the first sample each element by itself; in the others all at once, in a random direction.
             given = {"fast_mode": args is not small[0]}
-            why = "if the operator has no derivative, declare it with differentiable=False; else correct backward="
+            why = "if it has no derivative, declare it with differentiable=False; else correct backward= or what that calls"
             with hint(why, of=GradcheckError):
                 assert torch.autograd.gradcheck(self.op.function, args, **given)
             if self.op.operator.declared.differentiable == "once":
@@ -755,6 +756,15 @@ class Contract:
                 close = {"rtol": tolerance, "atol": tolerance * (1 + largest)}
                 said = partial("a gradient is not that of the reference, on {}: {}".format, describe(args))
                 torch.testing.assert_close(got.double(), want.double(), **close, msg=said)
+
+    @proves("gradients")
+    def test_sparse_gradients(self, device):
+        """The gradient of a result may be sparse, as that of torch.gather: it is taken for a dense one."""
+        for args in itertools.islice(self.differentiable_samples(device, torch.float32), 3):
+            every = zip(gradients(self.op.function, args, sparse=True), gradients(self.op.function, args))
+            for got, want in every:
+                got = got.to_dense() if got.is_sparse else got
+                torch.testing.assert_close(got, want, msg=f"another gradient for a sparse one, on {describe(args)}")
 
     @proves("gradients")
     def test_exact(self, device, dtype):
@@ -1609,10 +1619,11 @@ def contracts(folder: Path) -> Iterator[Contract]:
                 yield member()
 
 
-def gradients(function: Callable, args: Args) -> tuple[Tensor, ...]:
+def gradients(function: Callable, args: Args, sparse: bool = False) -> tuple[Tensor, ...]:
     outputs = [t for t in tensors(function(*args)) if t.requires_grad]
     # Every second element of a wider tensor: a gradient that is not contiguous, as a user's may be.
     seeds = [torch.linspace(-1, 1, 2 * t.numel(), dtype=torch.float64)[::2].reshape(t.shape).to(t) for t in outputs]
+    seeds = [seed.to_sparse() for seed in seeds] if sparse else seeds
     # What a result doesn't depend on has a gradient of zero, whether a graph is made of it or not.
     return torch.autograd.grad(outputs, [t for t in tensors(args) if t.requires_grad], seeds, materialize_grads=True)
 

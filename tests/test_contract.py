@@ -277,6 +277,17 @@ def keeps_its_argument(x: Tensor) -> Tensor:
     return Keeping.apply(x)
 
 
+class RefusesSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return double(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert not grad.is_sparse
+        return grad * 2
+
+
 def with_a_factory(x: Tensor) -> Tensor:
     return x * torch.full(x.shape, 2, dtype=x.dtype)
 
@@ -460,6 +471,10 @@ FAULTS = {
     "no new version of what is written": (
         define("fault_version", double_into, into=True, instead={"ADInplaceOrView": lambda op: writes_silently}),
         "test_what_is_written",
+    ),
+    "refuses a sparse gradient": (
+        define("fault_sparse", double, backward=twice, public=lambda x: RefusesSparse.apply(x)),
+        "test_sparse_gradients",
     ),
     "a trace without the operator": (
         define("fault_traced", double, backward=twice, public=keeps_its_argument),

@@ -381,6 +381,29 @@ class TestModule:
             with pytest.raises(RuntimeError, match=message):
                 layer(*args)
 
+    def test_results_may_be_overwritten_under_vmap(self, device):
+        layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(3, 5, 2, 8, device=device)
+        torch.func.vmap(lambda t: layer(t)[0].mul(2).sum())(x).sum().backward()
+        want, layer.weight.grad = layer.weight.grad, None
+        torch.func.vmap(lambda t: layer(t)[0].mul_(2).sum())(x).sum().backward()
+        assert same_bits(layer.weight.grad, want)
+
+    def test_decompositions_of_a_dynamic_size(self, device, tmp_path):
+        """A loop is unrolled: where its size is dynamic that is an error, which a program that was loaded would not have."""
+        steps, batch = torch.export.Dim("steps", min=1, max=50), torch.export.Dim("batch", min=1, max=50)
+        layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(4, 2, 6, device=device)
+        for dynamic in ({1: batch}, {0: steps, 1: batch}):
+            program = torch.export.export(layer, (x,), dynamic_shapes={"input": dynamic})
+            torch.export.save(program, tmp_path / "program.pt2")
+            for each in (torch.export.load(tmp_path / "program.pt2"), program):
+                if 0 in dynamic:
+                    with pytest.raises(RuntimeError, match=r"^convrnn_forward: its reference has a step"):
+                        each.run_decompositions(extension_cpp.decompositions())
+                else:
+                    made = each.run_decompositions(extension_cpp.decompositions()).module()
+                    other = torch.randn(4, 5, 6, device=device)
+                    torch.testing.assert_close(made(other), layer(other))
+
     def test_results_may_be_overwritten(self, device):
         """As those of RNN on the CPU: neither the other one nor a gradient changes."""
         layer, x = extension_cpp.nn.ConvRNN(3, device=device), torch.randn(5, 2, 8, device=device)

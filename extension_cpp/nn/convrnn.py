@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from extension_cpp.ops.convrnn import convrnn_forward
@@ -114,8 +115,11 @@ def _run_packed(input: PackedSequence, weight: Tensor, hx: Tensor | None) -> tup
 
 
 def _free(states: Tensor) -> Tensor:
-    """Memory of its own, where a gradient needs the states as they are; a trace is one for both."""
-    return states.clone() if states.requires_grad or torch.jit.is_tracing() else states
+    """Memory of its own, where a gradient needs the states as they are; a trace is one for both, and what vmap has batched
+    doesn't say.
+    """
+    unknown = torch.jit.is_tracing() or _are_functorch_transforms_active()
+    return states.clone() if states.requires_grad or unknown else states
 
 
 def _states(x: Tensor, weight: Tensor, hx: Tensor | None, shape: tuple[int, ...]) -> Tensor:

@@ -326,7 +326,8 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
             keep.append(f"ctx.shapes = {''.join(shapes)}")
         if numbers:
             keep.append(f"ctx.numbers = {', '.join(numbers)},")
-    back = ["needs = ctx.needs_input_grad"]
+    # As of torch.gather, or of an embedding, of the result.
+    back = [*(f"if {grad}.is_sparse: {grad} = {grad}.to_dense()" for grad in grads), "needs = ctx.needs_input_grad"]
     if saved:
         back.append(f"{', '.join(saved)}, = ctx.saved_tensors")
     if numbers:

@@ -83,6 +83,10 @@ def _function_modes_matter() -> bool:
     return count > 1 or (count == 1 and type(_get_function_stack_at(0)).__module__ != "torch.utils._device")
 
 
+def _is_dynamic(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
 def _without_modes(function: Callable, *args: Any) -> Any:
     with DisableTorchFunction():
         return function(*args)
@@ -417,10 +421,16 @@ class Operator:
 
     def decomposition(self, *args: Any) -> Any:
         """The reference, as what traces an operator into others calls it."""
+        sizes = [size for arg in args if isinstance(arg, Tensor) for size in arg.shape if _is_dynamic(size)]
         try:
-            return self.reference(*args)
+            result = self.reference(*args)
         except RuntimeError as error:  # torch's of a value that isn't known yet is one too.
             fail(self.name, f"its reference can't be traced into PyTorch's own operators: {error}")
+        if not all(
+            map(_is_dynamic, sizes)
+        ):  # PyTorch would say so when the program runs, or if it was loaded, nowhere.
+            fail(self.name, "its reference has a step for each element of a dimension, whose size must not be dynamic")
+        return result
 
     # The public function.
 
