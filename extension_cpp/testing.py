@@ -1072,6 +1072,9 @@ class Contract:
         for function in self.entries():
             inner = of_tensors(function, args, at)
             compare(torch.func.jacrev(inner, every)(*primals), jacobians, f"jacrev on {describe(args)}")
+            around = torch.func.grad(summed(in_forward_mode(inner)), every)(*primals)
+            want = torch.func.grad(summed(reference), every)(*primals)
+            compare(around, want, f"grad around forward_ad.dual_level, as of torch.func.linearize, on {describe(args)}")
             for in_dims in which:
                 given = [primals[k] if dim is None else batches[k] for k, dim in enumerate(in_dims)]
                 each = [
@@ -1684,6 +1687,17 @@ def of_tensors(function: Callable, args: Args, positions: Sequence[int]) -> Call
         return function(*every)
 
     return call
+
+
+def in_forward_mode(function: Callable) -> Callable:
+    """The same values, of tensors that have tangents."""
+
+    def values(*primals: Tensor) -> Any:
+        with forward_ad.dual_level():
+            results = function(*(forward_ad.make_dual(t, torch.ones_like(t)) for t in primals))
+            return tree_map(lambda t: forward_ad.unpack_dual(t).primal, results)
+
+    return values
 
 
 def summed(function: Callable) -> Callable:

@@ -127,6 +127,8 @@ def make_transformed(operator: Any, overload: Any, backend: str | None) -> Calla
             if top == TransformType.Functionalize and not operator.written:
                 return _functional(overload, FunctionalizeInterpreter(stack[-1]), operator.all_arguments(args))
             by_reference = operator.written or (operator.differentiable and operator.backward is None)
+            # A level of forward_ad within torch.func.grad, as that of torch.func.linearize.
+            by_reference = by_reference or (forward_ad._current_level >= 0 and any(map(is_dual, args)))
             if by_reference or not {layer.key() for layer in stack} <= _VMAP_AND_GRAD:
                 return _reference(operator, overload, stack[-1], args)
             allowed = get_single_level_autograd_function_allowed()
