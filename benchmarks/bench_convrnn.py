@@ -64,6 +64,7 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
     batch, steps, width = size
     name = str(size) if taps == TAPS else f"{size}, {taps} taps"
     elements = batch * steps * width
+    short = size == SIZES["cpu"][1]
     common = {"dtype": dtype, "size": name, **described}
 
     def training() -> tuple[Tensor, ...]:
@@ -85,7 +86,7 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
         bytes=2 * dtype.itemsize * elements,
         part=chain if device == "cuda" else None,
         operations=2 * taps * elements,
-        short=size == SIZES["cpu"][1],
+        short=short,
         **common,
     )
     trained = {
@@ -99,7 +100,6 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
     }
     contenders = peers(device, backward)
     graph_of_loop = contenders.pop("loop as a graph", None)
-    short = size == SIZES["cpu"][1]
     yield Case("convrnn_forward", device, contenders, workload="forward and backward", short=short, **trained)
     if graph_of_loop:  # The device's part: the host takes longer than our kernels.
         graphs = {OURS: graphed(contenders[OURS]), "loop": graph_of_loop}

@@ -98,7 +98,7 @@ def both(
         of_one_thread = {name: in_calling_thread(step) for name, step in trainings.items()}
         workload = "forward and backward in the calling thread"
         yield Case(op, device, of_one_thread, workload=workload, **timed, **trained)
-        graphs = {name: graphed(backward(who)) for name, who in contenders.items()}
+        graphs = {name: graphed(trainings[name]) for name in contenders}
         yield Case(op, device, graphs, workload="forward and backward as a CUDA graph", **trained)
 
 

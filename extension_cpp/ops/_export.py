@@ -16,7 +16,8 @@ def decompositions() -> dict[Any, Callable]:
     A reference's loop over a dimension is unrolled, so that its size must not be dynamic.
 
     Raises:
-        RuntimeError: from ``run_decompositions``, if a reference of an operator can't be traced; it names the operator.
+        RuntimeError: from ``run_decompositions``, if a reference can't be traced, or loops over a dimension whose size is
+            dynamic; it names the operator.
 
     Example:
         >>> program = torch.export.export(model, args).run_decompositions(extension_cpp.decompositions())

@@ -421,15 +421,17 @@ class Operator:
 
     def decomposition(self, *args: Any) -> Any:
         """The reference, as what traces an operator into others calls it."""
-        sizes = [size for arg in args if isinstance(arg, Tensor) for size in arg.shape if _is_dynamic(size)]
+        tensors = [(name, arg.shape) for name, arg in zip(self.names, args) if isinstance(arg, Tensor)]
+        sizes = [(name, dim, n) for name, shape in tensors for dim, n in enumerate(shape) if _is_dynamic(n)]
         try:
             result = self.reference(*args)
         except RuntimeError as error:  # torch's of a value that isn't known yet is one too.
             fail(self.name, f"its reference can't be traced into PyTorch's own operators: {error}")
-        if not all(
-            map(_is_dynamic, sizes)
-        ):  # PyTorch would say so when the program runs, or if it was loaded, nowhere.
-            fail(self.name, "its reference has a step for each element of a dimension, whose size must not be dynamic")
+        # PyTorch would say so when the program runs; or nowhere, if it was loaded from a file.
+        for name, dim, n in sizes:
+            if not _is_dynamic(n):
+                why = f"its reference takes the size, {int(n)} here, for a constant, as a loop does"
+                fail(self.name, f"dimension {dim} of {name} must not be dynamic: {why}")
         return result
 
     # The public function.
