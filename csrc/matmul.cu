@@ -171,7 +171,7 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
-constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5};
+constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5, 7500};
 
 // Nanoseconds that it takes to copy so many elements first.
 double time_of_copies(double elements) {
@@ -206,7 +206,11 @@ Plan plan_wgmma(const Product<T, float>& product, const Device& device) {
     plan.shape = shape;
     return plan;
   };
-  if (is_narrow(m, n)) return plan_of_one(hopper::kNarrowest);
+  if (is_narrow(m, n)) {
+    constexpr double kOfPieces = 0.3;  // Threads copy rows that the memory accelerator can't read, one step at a time.
+    if (k % 8 != 0) shapes[hopper::kNarrowest].rate *= kOfPieces;
+    return plan_of_one(hopper::kNarrowest);
+  }
   const Plan best = plan_of(shapes);
   if ((k | n) % 8 == 0 || (k | n) % 2 != 0) return best;
   // In pieces or with copies first, as if both factors were row-major.
@@ -341,7 +345,7 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   normalise(product.b, product.n);
   constexpr int64_t kLeastOfVector = std::is_same_v<T, float> ? 64 : 8;  // of k, for warps to have something to do
   if (product.m == 1 && product.k >= kLeastOfVector) return multiply_vector(launch, a, product, device);
-  if (product.k == 1) return multiply_outer(launch, product);
+  if (product.k == 1) return multiply_outer(launch, product, device);
   run(launch, a, product, device, allow_tf32);
 }
 

@@ -177,9 +177,11 @@ inline void multiply_doubles(
   using Smallest = Doubles<32, 32, 16, 16, 3>;
   using Largest = Doubles<128, 128, 32, 64, 1>;
   using Narrow = Doubles<128, 16, 16, 16, 2>;
+  using Wide = Doubles<96, 128, 48, 32, 1>;
   constexpr TileModel kModels[] = {
       model_of<Large>(248), model_of<Middle>(205), model_of<Lone>(222), model_of<Small>(204), model_of<Smallest>(152)};
-  constexpr TileModel kOfLong[] = {model_of<Largest>(248)}, kOfNarrow[] = {model_of<Narrow>(120)};
+  constexpr TileModel kOfSome[] = {model_of<Wide>(254)}, kOfLong[] = {model_of<Largest>(248)};
+  constexpr TileModel kOfNarrow[] = {model_of<Narrow>(120)};
   constexpr Costs kCosts{1423, 129, 1e9, 8285, 1e9, 1525, 347, 297, 0.071};
   const int64_t most = std::max(product.m, product.n), least = std::min(product.m, product.n);
   // Few rows become columns of a narrow tile: other tiles would leave much of a stage empty.
@@ -190,16 +192,19 @@ inline void multiply_doubles(
     made.shape += first;
     return made;
   };
-  constexpr decltype(&multiply<Large>) kRuns[] = {multiply<Large>, multiply<Middle>,   multiply<Lone>,
-                                                  multiply<Small>, multiply<Smallest>, multiply<Largest>,
-                                                  multiply<Narrow>};
-  constexpr int kLargest = 5, kNarrow = 6;
+  constexpr decltype(&multiply<Large>) kRuns[] = {multiply<Large>,   multiply<Middle>,   multiply<Lone>,
+                                                  multiply<Small>,   multiply<Smallest>, multiply<Wide>,
+                                                  multiply<Largest>, multiply<Narrow>};
+  constexpr int kWide = 5, kLargest = 6, kNarrow = 7;
   const Plan chosen = remembered(m, n, k, device, [&] {
     if (narrow) return plan_of(kOfNarrow, kNarrow);
     // What takes long is bound by the power that the device may take, of which the largest tile needs less.
-    constexpr double kLong = 1e6;
+    constexpr double kSome = 5e5, kLong = 1e6;
     const Plan of_any = plan_of(kModels, 0);
-    return of_any.nanoseconds > kLong ? plan_of(kOfLong, kLargest) : of_any;
+    if (of_any.nanoseconds > kLong) return plan_of(kOfLong, kLargest);
+    if (of_any.nanoseconds < kSome) return of_any;
+    const Plan wide = plan_of(kOfSome, kWide);
+    return wide.nanoseconds < of_any.nanoseconds ? wide : of_any;
   });
   const bool reads_both = reads(product.a, product.m, product.k) && reads(product.b, product.n, product.k);
   const bool swaps = narrow && reads_both && product.m < product.n;

@@ -1,14 +1,14 @@
 // The product over one k, of any dtype: the outer product of two vectors, as long as the result takes to be written.
 #pragma once
 
-#include "product.cuh"
+#include "plan.cuh"
 
 namespace extension_cpp::matmul {
 
-constexpr int kOuterThreads = 256, kRowsOfThread = 4;
+constexpr int kOuterThreads = 256;
 
-// A thread has kVec columns of kRowsOfThread rows, and `across` neighbours have a row.
-template <class T, class V, int kVec>
+// A thread has kVec columns of some rows, and `across` neighbours have a row.
+template <class T, class V, int kVec, int kRowsOfThread>
 __global__ void __launch_bounds__(kOuterThreads) outer_kernel(Product<T, V> product, int across, int64_t tiles_n) {
   const int down = kOuterThreads / across;
   const int64_t column = (blockIdx.x % tiles_n * across + threadIdx.x % across) * kVec;
@@ -32,14 +32,20 @@ __global__ void __launch_bounds__(kOuterThreads) outer_kernel(Product<T, V> prod
 }
 
 template <class T, class V>
-void multiply_outer(Launch& launch, Product<T, V> product) {
+void multiply_outer(Launch& launch, Product<T, V> product, const Device& device) {
   if (product.c_inner != 1) product = product.swapped();  // Rows of c lie side by side.
   auto run = [&]<int kVec>(std::integral_constant<int, kVec>) {
     int across = 1;
     while (across < kOuterThreads && across * kVec < product.n) across *= 2;
     const int64_t tiles_n = ceil_div(product.n, int64_t(across) * kVec);
-    const int64_t tiles_m = ceil_div(product.m, int64_t(kOuterThreads / across) * kRowsOfThread);
-    launch(outer_kernel<T, V, kVec>, tiles_m * tiles_n, kOuterThreads, 0, product, across, tiles_n);
+    const auto tiles_of = [&](int rows) {
+      return ceil_div(product.m, int64_t(kOuterThreads / across) * rows) * tiles_n;
+    };
+    // Memory takes fewer and larger blocks faster, if they are many.
+    constexpr int kFewRows = 4, kManyRows = kVec * sizeof(T) < 16 ? kFewRows : sizeof(T) == 8 ? 16 : 8;
+    const bool many = tiles_of(kManyRows) >= 4 * device.processors;
+    auto* kernel = many ? outer_kernel<T, V, kVec, kManyRows> : outer_kernel<T, V, kVec, kFewRows>;
+    launch(kernel, tiles_of(many ? kManyRows : kFewRows), kOuterThreads, 0, product, across, tiles_n);
   };
   constexpr int kVec = 16 / sizeof(T);
   if (product.has_vectors(kVec)) return run(std::integral_constant<int, kVec>());

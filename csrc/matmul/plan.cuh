@@ -43,6 +43,7 @@ struct Costs {
   double unaligned = 1;       // how much longer it takes to read rows that don't begin with a line of the cache
   double per_part = 0;        // to add up one part of k more in another launch
   double outside = 0;         // how much longer memory takes if tiles are twice as large as what they have to read
+  double streamed = 1e9;      // bytes that all of them read of what streams through the L2 cache
 };
 
 struct Plan {
@@ -61,8 +62,8 @@ inline int64_t clusters_at_a_time(int processors, int64_t size) {
 }
 
 // Of reading a and b and writing c once: the least that a product takes, in nanoseconds.
+constexpr double kBytesOfDevice = 4000;
 inline double time_of_memory(int64_t m, int64_t n, int64_t k, int64_t bytes) {
-  constexpr double kBytesOfDevice = 4000;
   return static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
 }
 
@@ -73,15 +74,20 @@ template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
     const Device& device, bool adds_in_clusters) {
-  constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64;
+  constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kFewRows = 64;
+  constexpr double kLeastOfLines = 12500, kLeastOfStream = 150000;
+  const double memory = time_of_memory(m, n, k, bytes);
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
+    // Whether memory takes longer than multiplying, and so long that what blocks read twice is not in the cache.
+    const bool streams = memory > kLeastOfStream &&
+                         memory * shape.rate * device.processors > static_cast<double>(m) * n * k * shape.processors;
+    if (streams && shape.processors > 1 && m <= shape.m / shape.processors) continue;  // One of its blocks has no rows.
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
     const double most = 2.2 * device.processors * shape.blocks / shape.processors;
     const auto bytes_of = [&](int64_t rows, int64_t row_size) {
-      constexpr int64_t kLine = 128;
       return static_cast<double>(rows * shape.k * bytes) * (row_size * bytes % kLine == 0 ? 1 : costs.unaligned);
     };
     // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
@@ -90,7 +96,14 @@ Plan plan(
     // Rows of a stage that lie outside of the matrices could be other ones on their way.
     const int64_t rows = shape.m / shape.processors, inside = std::min(m, rows) + std::min(n, shape.n);
     const double empty = static_cast<double>(rows + shape.n - inside) / inside;
-    const double at_least = time_of_memory(m, n, k, bytes) * (1 + costs.outside * empty);
+    double at_least = memory * (1 + costs.outside * empty);
+    // A tile's piece of a row of b that doesn't begin with a line of the cache takes one more.
+    constexpr int64_t kPiece = 16;  // that the memory accelerator reads
+    if (memory > kLeastOfLines && costs.unaligned > 1 && m <= kFewRows && (k | n) * bytes % kPiece == 0) {
+      const double more = n * bytes % kLine == 0 ? 0 : static_cast<double>(kLine) / (shape.n * bytes);
+      at_least += more * time_of_memory(0, n, k, bytes);
+    }
+    if (streams) at_least = std::max(at_least, tiles * tiling.steps * read / costs.streamed);
     for (int64_t splits = 1; splits <= kMostSplits; ++splits) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;

@@ -2,16 +2,15 @@
 //
 // Two numbers: 2 * N * K operations on N * K elements, so that it takes as long as reading the matrix.
 //
-// A sum is of 8 to 32 classes of k, each in ascending order; those are added up two by two. Where the matrix lies
-// along k, a class is a lane's, which reads vectors of it; where it lies along rows, a thread's, which reads vectors of
-// columns.
+// A sum is of 8 to 256 classes of k, each in ascending order; those are added up two by two. A class is a thread's:
+// where the matrix lies along k, it reads vectors of it; where it lies along rows, vectors of columns.
 #pragma once
 
 #include "copies.cuh"
 
 namespace extension_cpp::matmul {
 
-constexpr int kVectorThreads = 256, kLeastClasses = 8, kMostClasses = 32;
+constexpr int kVectorThreads = 256, kLeastClasses = 8, kOfWarp = 32;
 
 // A vector of the matrix or of x, in kPieces, each of which lies together and is aligned.
 template <int kPieces, class T, class V>
@@ -86,8 +85,8 @@ __device__ __forceinline__ void store_rows(
 #endif
 }
 
-// Whole warps to so many lanes a row of the matrix as there are classes; a lane reads kRows. Of blocks that a
-// multiprocessor holds there are enough for all to start at once, or clusters would wait for each other.
+// So many threads to a row of the matrix as there are classes; a thread reads kRows. Of blocks that a multiprocessor
+// holds there are enough for all to start at once, or clusters would wait for each other.
 template <class T, class V, int kPieces, int kRows>
 __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
     vector_along_k_kernel(Product<T, V> product, Tiling tiling, int classes) {
@@ -144,9 +143,20 @@ __global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
       }
     }
   }
+  if (classes > kOfWarp) {  // Those of a warp are of one row: what is added to a thread's sums is another warp's.
+    __shared__ V others[kVectorThreads][kRows];
+    for (int distance = classes / 2; distance >= kOfWarp; distance /= 2) {
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) others[threadIdx.x][r] = sums[r];
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) sums[r] += others[threadIdx.x ^ distance][r];
+    }
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    for (int distance = classes / 2; distance > 0; distance /= 2) {
+    for (int distance = min(classes, kOfWarp) / 2; distance > 0; distance /= 2) {
       sums[r] += __shfl_xor_sync(0xffffffff, sums[r], distance);
     }
     if (lane == 0) sums_of_block[threadIdx.x / classes * kRows + r] = sums[r];
@@ -248,20 +258,34 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
   // Many sums are better off with fewer classes, as more of them lie side by side; so are short ones.
   constexpr int64_t kManySums = 16384, kSomeSums = 4096, kShort = 128;
   const bool is_short = product.n >= kSomeSums && product.k <= kShort;
-  const int classes = is_short ? kLeastClasses : product.n >= kManySums ? kMostClasses / 2 : kMostClasses;
+  int classes = is_short ? kLeastClasses : product.n >= kManySums ? kOfWarp / 2 : kOfWarp;
+  // Few long sums have more, as many as fill the device; but neighbours along rows read a sector of memory, 32 bytes.
+  constexpr int kFewRows = 2, kVectorsOfThread = 4;
+  constexpr int64_t kMostBytes = 16 << 20;  // More are read faster in whole lines.
+  const int most_classes = product.n <= kVec ? kVectorThreads : kVectorThreads / 2;
+  const int64_t threads = int64_t(device.processors) * kVectorThreads * kFewRows / kMostInCluster;
+  const bool is_small = product.n * product.k * static_cast<int64_t>(sizeof(T)) <= kMostBytes;
+  while (is_small && classes < most_classes && product.n * classes < threads &&
+         product.k >= classes * kVec * kVectorsOfThread) {
+    classes *= 2;
+  }
   const int64_t chunk = int64_t(classes) * kVec;
   // Parts of k are as many as fill the device; those that a cluster can't hold are long enough to be worth a pass.
   constexpr int64_t kOfProcessor = sizeof(T) == 8 ? 3 : 2, kLeastPart = 128, kWorthAPass = 1024;
+  constexpr double kLeastBytes = 128 * 1024;  // of a block in a cluster
   const int64_t blocks = ceil_div(product.n, kVectorThreads / classes * kVec), most = kOfProcessor * device.processors;
   const int64_t wanted = (most + blocks / 2) / blocks, in_cluster = device.has_clusters() ? kMostInCluster : 1;
   int64_t splits = std::min(wanted, product.k / std::max(kLeastPart, chunk));
-  if (splits > in_cluster) splits = std::max(in_cluster, std::min(wanted, product.k / kWorthAPass));
+  if (splits > in_cluster) {
+    const double bytes = static_cast<double>(product.n) * product.k * sizeof(T) / (blocks * in_cluster);
+    const bool worth_a_pass = in_cluster == 1 || !is_small || bytes > kLeastBytes;
+    splits = worth_a_pass ? std::max(in_cluster, std::min(wanted, product.k / kWorthAPass)) : in_cluster;
+  }
   splits = std::max<int64_t>(splits, 1);
   const bool along_rows = product.b.outer == 1 && product.b.inner != 1;
   constexpr int kTwo = std::min(kVec, 2);
   const int piece = piece_of(product.b), pieces = piece == 16 ? 1 : piece == 8 ? kTwo : kVec;  // of a vector
   // Along k, a lane that reads more rows reads less of the vector, where blocks fill the device.
-  constexpr int kFewRows = 2;
   const bool many = pieces < kVec && blocks * splits >= device.processors;
   const int64_t rows = kVectorThreads / classes * (along_rows || many ? kVec : kFewRows);
   const Tiling tiling{1, ceil_div(product.n, rows), product.k, ceil_div(ceil_div(product.k, splits), chunk) * chunk};
