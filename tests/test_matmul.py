@@ -376,8 +376,8 @@ class TestCuda:
         """With few rows, few columns, many of both, and sizes of no tile; with and without parts of k, in clusters too."""
         cases = [(128, 1000, 4096), (4096, 520, 100), (60, 4096, 1000), (300, 20_000, 200), (1030, 257, 515)]
         cases += [(3000, 64, 8), (5, 300, 12_000), (16, 4096, 1000), (70, 20_000, 9)]
-        if dtype == torch.float64:  # What takes long has a tile of its own.
-            cases += [(96, 500, 80), (3300, 3200, 3240)]
+        if dtype == torch.float64:  # What takes long has tiles of its own.
+            cases += [(96, 500, 80), (2950, 3000, 3010), (3300, 3200, 3240)]
         for sizes in cases:
             a, b = factors("cuda", dtype, *sizes)
             compare(a, b)
@@ -428,7 +428,7 @@ class TestCuda:
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_outer(self, dtype):
         """One product an element has the bits of the CPU."""
-        for m, n in ((1, 1), (1, 7), (9, 1), (500, 500), (3, 1001), (70_000, 3), (3, 70_000), (129, 514), (1030, 4100)):
+        for m, n in ((1, 1), (1, 7), (9, 1), (500, 500), (3, 1001), (70_000, 3), (3, 70_000), (129, 514), (1030, 8200)):
             a, b = factors("cuda", dtype, m, 1, n)
             want = extension_cpp.matmul(a.cpu(), b.cpu())
             for x, y in itertools.product((a, *views(a)), (b, *views(b))):
@@ -441,8 +441,9 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", FLOATING, ids=str)
     def test_vectors_of_any_alignment(self, dtype):
-        """Rows of whole vectors, of halves of one, and of elements; the last vector may be short."""
-        for k, n in ((2000, 500), (500, 1004), (100, 4), (100, 12), (4000, 20), (300, 10_004), (999, 1001), (64, 6)):
+        """Rows of whole vectors, of halves of one, and of elements; the last vector may be short. Few sums may be long."""
+        shapes = [(2000, 500), (500, 1004), (100, 4), (100, 12), (4000, 20), (300, 10_004), (999, 1001), (64, 6)]
+        for k, n in [*shapes, (33_000, 1), (100_003, 3), (9001, 16), (5000, 67), (1_000_001, 2)]:
             x, matrix = factors("cuda", dtype, 1, k, n)
             compare(x, matrix)
             want = extension_cpp.matmul(x, matrix)
