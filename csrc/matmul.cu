@@ -208,7 +208,7 @@ Plan plan_wgmma(const Product<T, float>& product, const Device& device) {
   };
   if (is_narrow(m, n)) {
     constexpr double kOfPieces = 0.3;  // Threads copy rows that the memory accelerator can't read, one step at a time.
-    if (k % 8 != 0) shapes[hopper::kNarrowest].rate *= kOfPieces;
+    if (k % 8 != 0 && k % 2 == 0) shapes[hopper::kNarrowest].rate *= kOfPieces;  // Others are copied before.
     return plan_of_one(hopper::kNarrowest);
   }
   const Plan best = plan_of(shapes);
