@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "matmul/copies.cuh"
+#include "matmul/direct.cuh"
 #include "matmul/dmma.cuh"
 #include "matmul/doubles.cuh"
 #include "matmul/hopper.cuh"
@@ -344,6 +345,10 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   normalise(product.a, product.m);
   normalise(product.b, product.n);
   constexpr int64_t kLeastOfVector = std::is_same_v<T, float> ? 64 : 8;  // of k, for warps to have something to do
+  if constexpr (sizeof(T) == 2) {
+    const bool direct = direct::is_low_rank(product.k) || direct::is_small(product.m, product.n, product.k, device);
+    if (of_hopper && product.k > 1 && direct) return direct::multiply(launch, product, device);
+  }
   if (product.m == 1 && product.k >= kLeastOfVector) return multiply_vector(launch, a, product, device);
   if (product.k == 1) return multiply_outer(launch, product, device);
   run(launch, a, product, device, allow_tf32);

@@ -232,9 +232,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
       wait_for_copies<0>();
       __syncthreads();  // All have read the last stage.
       auto* to = reinterpret_cast<double*>(shared);
-      each([&](int m, int n, const double* pair) {
-        *reinterpret_cast<double2*>(to + m * S::kN + n) = {pair[0], pair[1]};
-      });
+      each([&](int m, int n, const double* pair) { store_vector<double, 2>(to + m * S::kN + n, pair); });
       store_of_cluster<S::kM, S::kN, S::kN>(product, at, static_cast<int>(order.splits), to);
     } else {
       store_sums<2>(product, at.split, [&](const auto& store) {

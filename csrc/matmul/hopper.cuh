@@ -392,7 +392,7 @@ __device__ __forceinline__ void store(
         for (int e = 0; e < 4; ++e) words[e] = rounded_pair<T>(of_row + (j + e) * 4);
         transpose_quad(words);
         if (row < product.m && eight + j * 8 < product.n) {
-          store_words<16>(to + j * 8, {words[0], words[1], words[2], words[3]});
+          *reinterpret_cast<uint4*>(to + j * 8) = {words[0], words[1], words[2], words[3]};
         }
       }
     } else {  // Fours of columns, of two groups: those of the first are for threads that are even.
@@ -404,7 +404,7 @@ __device__ __forceinline__ void store(
         const uint32_t first = rounded_pair<T>(of_row + j * 4), second = rounded_pair<T>(of_row + j * 4 + 4);
         const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
         if (row < product.m && four + j * 8 < product.n) {
-          store_words<8>(to + j * 8, odd ? uint2{received, second} : uint2{first, received});
+          *reinterpret_cast<uint2*>(to + j * 8) = odd ? uint2{received, second} : uint2{first, received};
         }
       }
     }

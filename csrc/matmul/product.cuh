@@ -165,20 +165,8 @@ struct WordsOf<16> {
 template <int kBytes>
 using Words = typename WordsOf<kBytes>::type;
 
-// To global memory, in one instruction: nvcc makes one for each member of a struct that it has in registers.
-template <int kBytes>
-__device__ __forceinline__ void store_words(void* to, const Words<kBytes>& words) {
-  if constexpr (kBytes == 16) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
-                 "r"(words.w)
-                 : "memory");
-  } else if constexpr (kBytes == 8) {
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
-  } else {
-    *static_cast<Words<kBytes>*>(to) = words;
-  }
-}
-
+// To global memory. Of four elements or more, nvcc would make a store for each word; of two it makes one, which it moves
+// and predicates better than what it is told.
 template <class To, int kCount, class V>
 __device__ __forceinline__ void store_vector(To* to, const V* values) {
   constexpr int kBytes = sizeof(To) * kCount;
@@ -187,7 +175,15 @@ __device__ __forceinline__ void store_vector(To* to, const V* values) {
   for (int e = 0; e < kCount; ++e) rounded[e] = round_to<To>(values[e]);
   Words<kBytes> words;
   memcpy(&words, rounded, kBytes);
-  store_words<kBytes>(to, words);
+  if constexpr (kCount >= 4 && kBytes == 16) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+                 "r"(words.w)
+                 : "memory");
+  } else if constexpr (kCount >= 4 && kBytes == 8) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
+  } else {
+    *reinterpret_cast<Words<kBytes>*>(to) = words;
+  }
 }
 
 // Stores a thread's sums: each(f) calls f(i, j, sums) for every kCount of them in a row, from element (i, j) on.
