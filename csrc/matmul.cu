@@ -333,8 +333,13 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
       nullptr};
   const Device& device = current_device(launch, a.device_index);
   // Tiles are wide: few columns are better as few rows. Those of Hopper are of any shape.
-  const bool of_hopper = sizeof(T) == 2 && device.hopper && fits_hopper(product);
-  const int64_t few_rows = of_hopper ? 1 : 64;
+  const bool of_hopper = device.hopper && fits_hopper(product);
+  bool direct = false;
+  if constexpr (!std::is_same_v<T, float>) {
+    const bool few = direct::is_low_rank(product.k) || direct::is_small<T>(product.m, product.n, product.k, device);
+    direct = of_hopper && product.k > 1 && few;
+  }
+  const int64_t few_rows = direct || (sizeof(T) == 2 && of_hopper) ? 1 : 64;
   if (product.n <= few_rows && product.m > product.n) product = product.swapped();
   // The stride of a dimension of size 1 means nothing, and would look as if rows were not aligned.
   auto normalise = [&](Factor<T>& factor, int64_t rows) {
@@ -345,9 +350,8 @@ void multiply(Launch& launch, const View& a, const View& b, const Tensor& c, boo
   normalise(product.a, product.m);
   normalise(product.b, product.n);
   constexpr int64_t kLeastOfVector = std::is_same_v<T, float> ? 64 : 8;  // of k, for warps to have something to do
-  if constexpr (sizeof(T) == 2) {
-    const bool direct = direct::is_low_rank(product.k) || direct::is_small(product.m, product.n, product.k, device);
-    if (of_hopper && product.k > 1 && direct) return direct::multiply(launch, product, device);
+  if constexpr (!std::is_same_v<T, float>) {
+    if (direct) return direct::multiply(launch, product, device);
   }
   if (product.m == 1 && product.k >= kLeastOfVector) return multiply_vector(launch, a, product, device);
   if (product.k == 1) return multiply_outer(launch, product, device);

@@ -418,8 +418,8 @@ class TestCuda:
             for x, y in itertools.product((a, *views(a)), (b, *views(b))):
                 assert same_bits(extension_cpp.matmul(x, y), want), f"{sizes}: {x.stride()} and {y.stride()}"
 
-    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-    def test_halves_straight_into_registers(self, dtype):
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64), ids=str)
+    def test_straight_into_registers(self, dtype):
         """Over few k, with one tile of rows or several a warp, and small: in vectors of every width, and of none."""
         few = [(1, 2, 1), (17, 16, 16), (100, 12, 8), (1000, 16, 6), (40_000, 16, 512), (40_011, 8, 500), (300, 15, 72)]
         few += [(33, 4, 70_000), (5, 16, 70_002), (1, 16, 4096), (4096, 16, 1), (20_000, 16, 16), (129, 3, 1000)]
