@@ -263,7 +263,7 @@ void with_layout(const Product<T, Sum<T>>& product, const Function& f) {
   const int piece = vectors_a ? piece_of(product.b) : 0;
   const bool along_k = product.b.inner == 1;
   if (!kHalf<T> || n <= kFewColumns) {
-    if (n % (kHalf<T> ? 4 : 2) != 0 || piece < (along_k ? kLeast : kLeast / 2)) {
+    if (n % (kHalf<T> ? 4 : 2) != 0 || piece < (along_k ? kLeast : 2 * static_cast<int>(sizeof(T)))) {
       return f.template operator()<2, kNeither, kNeither>();
     }
     return along_k ? f.template operator()<2, kK, kK>() : f.template operator()<2, kK, kRows>();
@@ -284,7 +284,7 @@ inline bool is_low_rank(int64_t k) {
 }
 template <class T>
 bool is_small(int64_t m, int64_t n, int64_t k, const Device& device) {
-  constexpr int64_t kMostSteps = kWarps, kAtATime = 4;
+  constexpr int64_t kMostSteps = kWarps, kAtATime = kHalf<T> ? 4 : 2;
   const int64_t columns = kHalf<T> && n > kFewColumns ? 2 * kFewColumns : kFewColumns;
   return k <= kMostSteps * kDeep && ceil_div(m, kRows) * ceil_div(n, columns) <= kAtATime * device.processors;
 }
@@ -304,8 +304,8 @@ void multiply(Launch& launch, const Product<T, Sum<T>>& product, const Device& d
     while ((1 << across) < kWarps && (8 * kVec << across) < product.n) ++across;
     const int64_t columns = ceil_div(product.n, 8 * kVec << across), below = ceil_div(rows, kWarps >> across);
     // A warp reads its columns of b once for some tiles, as long as there is work for all. Not where blocks share
-    // sectors of memory, or have little of each row: it is written fastest in order.
-    constexpr int64_t kMostTiles = 4, kBlocks = 4, kSector = 32 / sizeof(T), kLongRow = (1 << 17) / sizeof(T);
+    // sectors of memory, or rows are very long: those are written fastest in order.
+    constexpr int64_t kMostTiles = 4, kBlocks = 4, kSector = 32 / sizeof(T), kLongRow = 1 << 16;
     const bool in_order = product.n % kSector != 0 || product.n > kLongRow;
     const int64_t fill = below * columns / (kBlocks * device.processors);
     const int64_t tiles = std::clamp<int64_t>(fill, 1, in_order ? 1 : kMostTiles);
