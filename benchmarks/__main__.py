@@ -50,7 +50,7 @@ def devices() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def cases(family: str, device: str) -> Iterator[harness.Case]:
+def cases(family: str, device: str) -> Iterator[harness.Case | harness.Grid]:
     return importlib.import_module(f"benchmarks.bench_{family}").cases(device)
 
 
@@ -193,6 +193,8 @@ def conclude(measured: list[Results], failed: list[str], console: Console, saved
     say(console, f"below {BEHIND} of the best peer: {len(behind)} of {sum(len(r.cells()) for r in measured)} cells")
     for line in behind:
         say(console, f"  {line}")
+    for line in words.grids(measured):
+        say(console, line)
     for text in failed:
         console.print("[red]error:[/red]", end=" ")
         say(console, text)

@@ -118,5 +118,7 @@ def cases(device: str) -> Iterator[Case]:
             device, torch.float32, (batch, steps, width), x=steps, axis=f"steps of ({batch}, T, {width})", draw="time"
         )
     yield from both(device, torch.float32, on_curve, taps=31)
+    if device == "cuda":  # One row, over several multiprocessors.
+        yield next(both(device, torch.float32, (1, 2048, 4096)))
     # In bfloat16 the loop's sums over time are too far off to be compared.
     yield next(both(device, torch.bfloat16, on_curve))

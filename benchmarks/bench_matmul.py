@@ -10,7 +10,7 @@ from torch import Tensor
 
 import extension_cpp
 from benchmarks.contenders import BOXED, CALL, backward, batched_call, boxed, calls
-from benchmarks.harness import OURS, TOLERANCES, Case, time_calls
+from benchmarks.harness import OURS, TOLERANCES, Case, Grid, time_calls
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,6 +41,7 @@ SHAPES = (
     (2000, 500, 16),
     (1, 32_768, 16),
 )
+GRID = (1, 16, 64, 128, 500, 1000, 2000, 4096, 8192, 32_768, 100_000)
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 
 
@@ -72,6 +73,8 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
         return "so few multiply-adds an element that starting and reading take most of the time"
     if dtype.itemsize == 2 and (k % 8 or n % 8):
         return "rows that don't begin at a multiple of 16 bytes are read in small pieces or copied first"
+    if dtype.itemsize == 2 and n * dtype.itemsize % 128:
+        return "rows that don't begin at a line of the cache take two of them for each that a tile reads"
     if dtype == torch.float64:
         return "small tiles wait for their copies, and parts of k for their sums"
     if dtype == torch.float32:
@@ -125,7 +128,28 @@ def training(device: str, dtype: torch.dtype, side: int) -> Case:
     )
 
 
-def cases(device: str) -> Iterator[Case]:
+def grid(device: str, dtype: torch.dtype) -> Grid:
+    """Every M, K and N of GRID, up to a millisecond or two each."""
+    most_bytes, most_operations = 2**32, 2**40 if dtype.itemsize == 2 else 2**36
+
+    def fits(m: int, k: int, n: int) -> bool:
+        return dtype.itemsize * (m * k + k * n + m * n) <= most_bytes and 2 * m * k * n <= most_operations
+
+    return Grid(
+        "matmul",
+        device,
+        dtype,
+        ("M", "K", "N"),
+        GRID,
+        extension_cpp.matmul,
+        ("torch.mm", torch.mm),
+        lambda m, k, n: (plain(m, k, device, dtype), plain(k, n, device, dtype)),
+        fits,
+        lambda m, k, n: TOLERANCES[dtype] * max(1.0, k / 128),
+    )
+
+
+def cases(device: str) -> Iterator[Case | Grid]:
     """All cases of a device."""
     small = partial(case, device, torch.float32, (16, 16, 16))
     called = {"workload": "a call on 16 by 16", "timer": time_calls, "bytes": 0, "operations": 0, "reason": CALL}
@@ -154,6 +178,8 @@ def cases(device: str) -> Iterator[Case]:
     for dtype in TOLERANCES if device == "cuda" else ():
         for sizes in SHAPES:
             yield case(device, dtype, sizes, size=by(sizes))
+    for dtype in TOLERANCES if device == "cuda" else ():
+        yield grid(device, dtype)
 
 
 def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:

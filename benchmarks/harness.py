@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,46 @@ class Case:
         return ", ".join(part for part in (self.workload, dtype_name(self.dtype), self.size) if part)
 
 
+@dataclass
+class Grid:
+    """Very many sizes of an operator, each timed briefly, next to one peer: it finds the worst of all sizes, not of those
+    that somebody thought of."""
+
+    op: str
+    device: str
+    dtype: torch.dtype
+    axes: tuple[str, ...]
+    """What the sizes are called."""
+    values: tuple[int, ...]
+    """Those of every axis."""
+    ours: Function
+    peer: tuple[str, Function]
+    inputs: Callable[..., tuple]
+    """Makes the arguments, of a size of each axis."""
+    fits: Callable[..., bool] = lambda *sizes: True
+    """Whether sizes are measured: not what takes too long or too much memory."""
+    tolerance: Callable[..., float] = lambda *sizes: 0.0
+    """How far the two results may be apart, relative to the largest."""
+    reason: str = ""
+    short: bool = False
+    bytes: int = 0
+    operations: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"a grid of {', '.join(self.axes)}, {dtype_name(self.dtype)}"
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.") if dtype else ""
 
 
-def short_form(cases: Iterable[Case]) -> Iterator[Case]:
+def short_form(cases: Iterable[Case | Grid]) -> Iterator[Case]:
     """The cases of the short form. On the CPU they have one thread: two wait for each other whenever another process runs,
     for milliseconds, and a core stays free for that process.
     """
     for case in cases:
-        if not case.short:
+        if isinstance(case, Grid) or not case.short:
             continue
         # A compiled peer takes longer to compile than the others to measure.
         quick = {name: who for name, who in case.contenders.items() if not name.startswith("compiled")}
@@ -243,8 +274,60 @@ def using(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(case: Case, clock: Clock = time.perf_counter) -> list[dict]:
-    """Verify a case and time it; a record a contender, ours first."""
+def flushed(function: Callable[[], object], flush: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Events around a call, with the L2 cache flushed before it."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # Twice, so that the device is busy until the host has prepared the call.
+    flush.zero_()
+    flush.zero_()
+    start.record()
+    function()
+    end.record()
+    return start, end
+
+
+def time_in_turn(calls: list[Callable[[], object]], device: str, clock: Clock) -> list[float]:
+    """Seconds a call of each, the median over rounds: few calls, as there are thousands of cells."""
+    if device == "cpu":
+        rounds = [[time_cpu(call, clock) for call in calls] for _ in range(3)]
+    else:
+        flush = torch.empty(2**28, dtype=torch.uint8, device=device)
+        events = [[flushed(call, flush) for call in calls] for _ in range(ROUNDS)]
+        torch.cuda.synchronize()
+        rounds = [[start.elapsed_time(end) / 1e3 for start, end in of_round] for of_round in events]
+    return [statistics.median(times) for times in zip(*rounds)]
+
+
+def measure_grid(grid: Grid, clock: Clock) -> dict:
+    """A record of all cells: their times in the order of the axes, the last of which is the fastest; None where a size
+    isn't measured."""
+    named, peer = grid.peer
+    times: list[tuple[float | None, float | None]] = []
+    for sizes in itertools.product(grid.values, repeat=len(grid.axes)):
+        if not grid.fits(*sizes):
+            times.append((None, None))
+            continue
+        torch.manual_seed(0)
+        inputs = grid.inputs(*sizes)
+        got, want = grid.ours(*inputs), peer(*inputs)
+        most = want.abs().max().double()
+        apart = (got - want).abs_().max().double() if want.numel() else most
+        if not (got.dtype == want.dtype and apart <= grid.tolerance(*sizes) * most):  # NaN neither
+            where = ", ".join(f"{axis} = {size}" for axis, size in zip(grid.axes, sizes))
+            raise Disagreement(f"{grid.op}: {grid.name} on {grid.device}, {where}: not what {named} computes")
+        del got, want, most, apart
+        ours, theirs = time_in_turn([partial(grid.ours, *inputs), partial(peer, *inputs)], grid.device, clock)
+        times.append((short(ours), short(theirs)))
+    described = {"op": grid.op, "case": grid.name, "workload": "grid", "dtype": dtype_name(grid.dtype), "bytes": 0}
+    described |= {"operations": 0, "unit": "s", "reason": grid.reason, "contender": named}
+    ours, theirs = map(list, zip(*times))
+    return described | {"axes": grid.axes, "values": grid.values, "ours": ours, "theirs": theirs}
+
+
+def measure(case: Case | Grid, clock: Clock = time.perf_counter) -> list[dict]:
+    """Verify a case and time it; a record a contender, ours first. A grid has one record."""
+    if isinstance(case, Grid):
+        return [measure_grid(case, clock)]
     with using(case.threads or torch.get_num_threads()):
         return summarise(case, times_of(case, clock))
 

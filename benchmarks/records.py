@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -33,6 +35,30 @@ class ResultsError(Exception):
     """Results that are missing or can't be read, in words for the user."""
 
 
+class Map:
+    """What a grid's record says: how many times longer than ours the peer takes, by sizes."""
+
+    def __init__(self, record: dict):
+        self.record = record
+        cells = itertools.product(record["values"], repeat=len(record["axes"]))
+        self.ratios = {
+            sizes: theirs / ours for sizes, ours, theirs in zip(cells, record["ours"], record["theirs"]) if ours
+        }
+
+    @property
+    def below(self) -> int:
+        return sum(ratio < BEHIND for ratio in self.ratios.values())
+
+    @property
+    def mean(self) -> float:
+        return statistics.geometric_mean(self.ratios.values())
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        sizes, ratio = min(self.ratios.items(), key=lambda item: item[1])
+        return ", ".join(f"{axis} {size:,}" for axis, size in zip(self.record["axes"], sizes)), ratio
+
+
 @dataclass
 class Results:
     """What one run on one device found out about one family."""
@@ -49,10 +75,11 @@ class Results:
         return self.header["device"]
 
     def cases(self, whole: bool = False) -> dict[tuple[str, str], list[dict]]:
-        """Records by operator and case, ours first; `whole` leaves out those with fewer threads, for the short form."""
+        """Records by operator and case, ours first; without grids; `whole` leaves out those with fewer threads, for the short
+        form."""
         grouped: dict[tuple[str, str], list[dict]] = {}
         for record in self.records:
-            if whole and "threads" in record:
+            if "axes" in record or (whole and "threads" in record):
                 continue
             grouped.setdefault((record["op"], record["case"]), []).append(record)
         return grouped
@@ -89,6 +116,9 @@ class Results:
     def behind(self) -> list[dict]:
         """The cells where the best peer is faster, the worst first."""
         return sorted((cell for cell in self.cells() if cell["ratio"] < BEHIND), key=lambda cell: cell["ratio"])
+
+    def grids(self) -> list[Map]:
+        return [Map(record) for record in self.records if "axes" in record]
 
     def text(self) -> str:
         return "\n".join(map(json.dumps, [self.header, *self.records])) + "\n"

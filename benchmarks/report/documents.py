@@ -116,6 +116,30 @@ def worst(found: list[Results]) -> str:
     return text
 
 
+def grids(found: list[Results]) -> str:
+    """A row a grid and machine, and a picture of each operator's grids."""
+    mapped = [(results, each) for results in found for each in results.grids()]
+    if not mapped:
+        return ""
+    text = (
+        "\n## Grids\n\nThousands of sizes, each timed briefly next to one peer, whose time over ours is what is said of"
+    )
+    text += " a cell.\nSmall cells vary by a tenth from one run to the next.\n\n"
+    text += head("operator", "on", "grid", "cells", "geometric mean", "worst", "the worst cell", f"below {BEHIND}")
+    for results, each in mapped:
+        place, ratio = each.worst
+        numbers = f"{len(each.ratios):,}", times(each.mean), times(ratio), place, str(each.below)
+        where = results.header["machine"], f"{', '.join(each.record['axes'])}, {each.record['dtype']}"
+        text += row(f"`{each.record['op']}`", *where, *numbers)
+    for op in mapped_operators(found):
+        text += "\n" + picture(f"{op}-grid", f"{op}: where a peer is faster", PICTURES.parent)
+    return text
+
+
+def mapped_operators(found: list[Results]) -> list[str]:
+    return list(dict.fromkeys(each.record["op"] for results in found for each in results.grids()))
+
+
 def reasons(found: list[Results]) -> str:
     """Why cells are below, of the cases that declare it."""
     said = [
@@ -153,7 +177,7 @@ def page(found: list[Results]) -> str:
         text += (
             "\n## The worst cells\n\nHow many times longer than ours the best peer takes, over all sizes, dtypes and"
         )
-        text += " layouts.\n\n" + worst(operators) + reasons(operators)
+        text += " layouts.\n\n" + worst(operators) + reasons(operators) + grids(operators)
     for op in drawn(operators):
         text += f"\n## {op}\n\n" + picture(op, f"{op} over size", PICTURES.parent)
     for results in found:
@@ -216,6 +240,9 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
         files[file_of("overview")] = overview.overview(records.leading(of_ours))
     for op in drawn(operators):  # With a column for each GPU a page is too narrow: their tables have all.
         files[file_of(op)] = pictures.operator(records.leading([each for each in operators if op in drawn([each])]), op)
+    for op in mapped_operators(operators):
+        of_op = [each for each in operators if op in mapped_operators([each])]
+        files[file_of(f"{op}-grid")] = pictures.grids(records.leading(of_op)[-1], op)
     if of_models := [results for results in found if results.of_models]:
         document = Path(f"docs/{of_models[0].family}.md")
         files[document] = fill((ROOT / document).read_text(), detectors(of_models), str(document)).encode()

@@ -12,10 +12,12 @@ import matplotlib
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 
 from benchmarks.harness import OURS
-from benchmarks.records import Results
-from benchmarks.report.words import copying, readable
+from benchmarks.records import BEHIND, Map, Results
+from benchmarks.report.words import copying, readable, times
 
 matplotlib.use("svg")
 WIDTH = 8.3  # Inches; a README is some 830 pixels wide.
@@ -232,3 +234,73 @@ def operator(found: list[Results], op: str) -> bytes:
             draw_curve(figure.add_axes(box), results, panels[key], hues)
         data = [(results.header["machine"], results.header["ceilings"], panels) for results, panels in groups]
         return save(figure, f"{op}: {', '.join(names)}", data)
+
+
+CLASSES = ((BEHIND, "ours", 0.25), (0.9, "other 1", 0.45), (0.8, "other 1", 0.8), (0.0, "other 3", 1.0))
+"""Ratios from so many on, their colour and how opaque it is."""
+
+
+def rectangles(places: list[tuple[int, int]]) -> Path:
+    """Cells as one path: those next to each other in a row as one rectangle."""
+    runs: list[list[int]] = []  # row, first and last column
+    for row, column in sorted(places):
+        if runs and runs[-1][0] == row and runs[-1][2] + 1 == column:
+            runs[-1][2] = column
+        else:
+            runs.append([row, column, column])
+    corners = [[(first, row), (last + 1, row), (last + 1, row + 1), (first, row + 1)] for row, first, last in runs]
+    # Filled, so that the last corner needs no line back to the first.
+    return Path.make_compound_path(*map(Path, corners)) if runs else Path([(0, 0)])
+
+
+def draw_grid(axes: Axes, found: Map) -> None:
+    """Rows are the first axis; columns the third, within each size of the second."""
+    values = found.record["values"]
+    step = len(values) + 1
+    places = {
+        (values.index(row), values.index(group) * step + values.index(column)): ratio
+        for (row, group, column), ratio in found.ratios.items()
+    }
+    above = float("inf")
+    for least, colour, alpha in CLASSES:  # All cells in the first colour, and those that are slower upon them.
+        chosen = [place for place, ratio in places.items() if ratio < above]
+        if chosen:
+            shape = rectangles([place for place in chosen if above == float("inf") or places[place] >= least])
+            axes.add_patch(PathPatch(shape, facecolor=COLOURS[colour], alpha=alpha, linewidth=0))
+        above = least
+    axes.set_xlim(0, step * len(values) - 1)
+    axes.set_ylim(len(values), 0)
+    axes.grid(False)
+    axes.set_yticks([0.5, len(values) - 0.5], [f"{values[0]:,}", f"{values[-1]:,}"])
+    names = found.record["axes"]
+    axes.set_xticks([i * step + len(values) / 2 for i in range(len(values))], [f"{names[1]} {n:,}" for n in values])
+    mean, worst = found.mean, found.worst
+    below = f"{found.below} of {len(found.ratios):,} below {BEHIND}"
+    said = f"{found.record['dtype']}: {below}, geometric mean {times(mean)}, worst {times(worst[1])} at {worst[0]}"
+    axes.set_title(said, pad=3)
+    axes.set_ylabel(names[0], rotation=0, labelpad=-10)
+
+
+def grids(results: Results, op: str) -> bytes:
+    """An operator's grids, a strip a dtype: where the peer is faster."""
+    found = [each for each in results.grids() if each.record["op"] == op]
+    record = found[0].record
+    with matplotlib.rc_context(SETTINGS):
+        top, tall = 0.42, 1.12
+        height = top + tall * len(found)
+        figure = Figure(figsize=(WIDTH, height))
+        machine, (rows, columns, within) = results.header["machine"], (record["axes"][i] for i in (0, 1, 2))
+        title = (
+            f"{machine}: the time of {record['contender']} / ours; {rows} down, {within} across, within each {columns}"
+        )
+        figure.text(0.012, 1 - 0.17 / height, title, weight="bold", size=8.6)
+        least = [f"{BEHIND} and more", f"from {CLASSES[1][0]}", f"from {CLASSES[2][0]}", "less"]
+        for i, ((_, colour, alpha), name) in enumerate(zip(CLASSES, least)):
+            x = 0.56 + 0.115 * i
+            y = 1 - 0.33 / height
+            figure.text(x, y, "■", color=COLOURS[colour], alpha=alpha)
+            figure.text(x + 0.015, y, name, color=COLOURS["faint"], size=7)
+        for i, each in enumerate(found):
+            bottom = height - top - tall * (i + 1) + 0.24
+            draw_grid(figure.add_axes((0.075, bottom / height, 0.915, (tall - 0.46) / height)), each)
+        return save(figure, f"{op}: a grid of sizes", [machine, *(each.record for each in found)])

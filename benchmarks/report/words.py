@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from benchmarks.records import Results
+from benchmarks.records import BEHIND, Results
 
 PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
 
@@ -46,6 +46,17 @@ def behind(found: list[Results]) -> list[str]:
         f"{times(cell['ratio'])} times as long as ours: {cell.get('reason') or 'no reason is declared'}"
         for results in found
         for cell in results.behind()
+    ]
+
+
+def grids(found: list[Results]) -> list[str]:
+    """A line for each grid: how many of its cells are below the peer, and the worst of them."""
+    return [
+        f"{each.record['op']}: {each.record['case']} on {results.header['machine']}: {each.below} of "
+        f"{len(each.ratios):,} cells below {BEHIND} of {each.record['contender']}, geometric mean {times(each.mean)}, "
+        f"worst {times(each.worst[1])} at {each.worst[0]}"
+        for results in found
+        for each in results.grids()
     ]
 
 

@@ -2,9 +2,9 @@
 // factors straight into registers. Hopper.
 //
 // Two numbers: over 16 of k, 16 rows by 64 columns of halves take 16,384 multiply-adds and 2.5 KB, most of which other
-// warps read as well, and 2 KB are stored. So the product takes as long as that; or if it is small, as long as one read and as
-// fetching the instructions, some fifty cycles for every eight that run once: stages in shared memory, and what is
-// asked about layouts at run time, would double that.
+// warps read as well, and 2 KB are stored. So the product takes as long as that; or if it is small, as long as one read
+// and as fetching the instructions, some fifty cycles for every eight that run once: stages in shared memory, and what
+// is asked about layouts at run time, would double that.
 #pragma once
 
 #include "dmma.cuh"

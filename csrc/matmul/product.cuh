@@ -165,8 +165,8 @@ struct WordsOf<16> {
 template <int kBytes>
 using Words = typename WordsOf<kBytes>::type;
 
-// To global memory. Of four elements or more, nvcc would make a store for each word; of two it makes one, which it moves
-// and predicates better than what it is told.
+// To global memory. Of four elements or more, nvcc would make a store for each word; of two it makes one, which it
+// moves and predicates better than what it is told.
 template <class To, int kCount, class V>
 __device__ __forceinline__ void store_vector(To* to, const V* values) {
   constexpr int kBytes = sizeof(To) * kCount;

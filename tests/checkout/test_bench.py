@@ -7,6 +7,7 @@ import platform
 import re
 import statistics
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import extension_cpp
 from benchmarks import __main__ as command
 from benchmarks import compare, contenders, harness, limits, load, records
-from benchmarks.harness import OURS, Case
+from benchmarks.harness import OURS, Case, Disagreement, Grid
 from benchmarks.records import Results, ResultsError
 from benchmarks.report import words
 
@@ -69,6 +70,23 @@ def case(**changes) -> Case:
     )
 
 
+def grid(clock: Clock, ours: float, peer: Callable[[int, int], float], wrong: bool = False) -> Grid:
+    """Of sizes 1 and 20, but not of both 20."""
+    passed = lambda seconds, m, n: clock.taking(seconds, torch.add if not wrong else torch.sub)(m, n)  # noqa: E731
+    return Grid(
+        "op",
+        "cpu",
+        torch.float32,
+        ("M", "N"),
+        (1, 20),
+        lambda m, n: passed(ours, m, n),
+        ("peer", lambda m, n: clock.taking(peer(int(m), int(n)), torch.add)(m, n)),
+        lambda m, n: (torch.tensor([float(m)]), torch.tensor([float(n)])),
+        lambda m, n: m * n < 400,
+        reason="Physics.",
+    )
+
+
 def record(ratio: float, low: float, high: float, contender: str = "peer") -> dict:
     return {"op": "op", "case": "forward", "contender": contender, "ratio": ratio, "ratio_quartiles": [low, high]}
 
@@ -112,6 +130,24 @@ class TestHarness:
         for seconds, rounds in ((1e-4, 7), (0.14, 5), (2.0, 3)):
             slow = case(contenders={OURS: clock.taking(seconds), "peer": clock.taking(seconds)}, bytes=0)
             assert harness.measure(slow, clock)[0]["rounds"] == rounds, seconds
+
+    def test_a_grid(self, clock):
+        """A time of ours and of the peer for each of the sizes that fit, and the worst of them."""
+        (found,) = harness.measure(grid(clock, 0.02, lambda m, n: 0.01 if n > m else 0.03), clock)
+        assert found["ours"][:3] == pytest.approx([0.02] * 3) and found["contender"] == "peer"
+        assert found["theirs"][:3] == pytest.approx([0.03, 0.01, 0.03])
+        assert found["ours"][3] is None and found["theirs"][3] is None
+        of_all = records.Map(found)
+        assert of_all.ratios == pytest.approx({(1, 1): 1.5, (1, 20): 0.5, (20, 1): 1.5})
+        assert of_all.below == 1 and of_all.worst == ("M 1, N 20", pytest.approx(0.5))
+        assert of_all.mean == pytest.approx((1.5 * 1.5 * 0.5) ** (1 / 3))
+        assert Results({}, [found]).cases() == {}
+
+    def test_a_grid_of_wrong_results(self, clock):
+        with pytest.raises(
+            Disagreement, match=r"op: a grid of M, N, float32 on cpu, M = 1, N = 1: not what peer computes"
+        ):
+            harness.measure(grid(clock, 0.02, lambda m, n: 0.01, wrong=True), clock)
 
     def test_a_wrong_result_is_not_timed(self):
         wrong = case(contenders={**case().contenders, "wrong": lambda a, b: a + b})
@@ -263,6 +299,14 @@ class TestCommand:
         slow = "slow: forward on cpu: peer takes 0.50 times as long as ours: no reason is declared"
         assert lines.replace(records.machine("cpu"), "cpu").startswith(slow)
         assert "peer takes 0.60 times as long as ours: Physics." in lines
+
+    def test_says_what_a_grid_found(self, run, clock, capsys):
+        assert run([grid(clock, 0.02, lambda m, n: 0.01 if n > m else 0.03)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        counted = "op: a grid of M, N, float32 on"
+        assert (
+            counted in said and "1 of 3 cells below 0.95 of peer, geometric mean 1.04, worst 0.50 at M 1, N 20" in said
+        )
 
     def test_compares_with_a_commit(self, run, clock, monkeypatch, capsys):
         ours = {"op": "op", "case": "forward", "contender": OURS}

@@ -88,6 +88,22 @@ def test_the_worst_cell_of_each_operator():
     assert report.reasons(found) == "\n- `a`, at 0.5, on here: Physics.\n"
 
 
+def test_a_grid():
+    """A row and a strip of a picture for each: how many cells are below the peer, the mean, and the worst."""
+    ours = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, None]
+    theirs = [2.0, 0.93, 0.85, 0.5, 1.0, 1.0, 1.0, None]
+    described = {"op": "a", "case": "a grid", "workload": "grid", "dtype": "float32", "contender": "peer", "ours": ours}
+    record = {**described, "theirs": theirs, "axes": ["M", "K", "N"], "values": [1, 1000]}
+    found = records.Results({"family": "a", "machine": "here", "device": "cuda"}, [record])
+    assert "| `a` | here | M, K, N, float32 | 7 | 0.97 | 0.50 | M 1, K 1,000, N 1,000 | 3 |\n" in report.grids([found])
+    picture = pictures.grids(found, "a").decode()
+    assert "here: the time of peer / ours; M down, N across, within each K" in picture
+    assert "float32: 3 of 7 below 0.95, geometric mean 0.97, worst 0.50 at M 1, K 1,000, N 1,000" in picture
+    shapes = re.findall(r'clip-path="[^"]*" style="fill: #\w+', picture)
+    assert len(shapes) == len(pictures.CLASSES), "a shape for each class of ratios"
+    assert report.grids([records.Results({"machine": "here"}, [])]) == ""
+
+
 def test_nothing_measured():
     """A distribution that is new has no results."""
     files = report.render([], README)
