@@ -269,6 +269,14 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
          product.k >= classes * kVec * kVectorsOfThread) {
     classes *= 2;
   }
+  // Some sums that are neither short nor long have as many classes as fill the device, and are not cut into parts of k:
+  // blocks of a cluster take a microsecond to find each other.
+  constexpr int64_t kSomeRows = 256, kLong = 4096, kThreadsOfAll = 1 << 17;
+  const bool is_whole = is_small && product.n >= kSomeRows && product.n < kManySums && product.k <= kLong;
+  while (is_whole && classes < kVectorThreads / 2 && product.n * classes < kThreadsOfAll &&
+         classes * kVec < product.k) {
+    classes *= 2;
+  }
   const int64_t chunk = int64_t(classes) * kVec;
   // Parts of k are as many as fill the device; those that a cluster can't hold are long enough to be worth a pass.
   constexpr int64_t kOfProcessor = sizeof(T) == 8 ? 3 : 2, kLeastPart = 128, kWorthAPass = 1024;
@@ -281,7 +289,7 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
     const bool worth_a_pass = in_cluster == 1 || !is_small || bytes > kLeastBytes;
     splits = worth_a_pass ? std::max(in_cluster, std::min(wanted, product.k / kWorthAPass)) : in_cluster;
   }
-  splits = std::max<int64_t>(splits, 1);
+  splits = is_whole ? 1 : std::max<int64_t>(splits, 1);
   const bool along_rows = product.b.outer == 1 && product.b.inner != 1;
   constexpr int kTwo = std::min(kVec, 2);
   const int piece = piece_of(product.b), pieces = piece == 16 ? 1 : piece == 8 ? kTwo : kVec;  // of a vector
