@@ -296,7 +296,7 @@ def grids(results: Results, op: str) -> bytes:
         figure.text(0.012, 1 - 0.17 / height, title, weight="bold", size=8.6)
         least = [f"{BEHIND} and more", f"from {CLASSES[1][0]}", f"from {CLASSES[2][0]}", "less"]
         for i, ((_, colour, alpha), name) in enumerate(zip(CLASSES, least)):
-            x = 0.56 + 0.115 * i
+            x = 0.56 + (0.13 + 0.09 * (i - 1)) * (i > 0)
             y = 1 - 0.33 / height
             figure.text(x, y, "■", color=COLOURS[colour], alpha=alpha)
             figure.text(x + 0.015, y, name, color=COLOURS["faint"], size=7)

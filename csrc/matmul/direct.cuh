@@ -300,15 +300,16 @@ void multiply(Launch& launch, const Product<T, Sum<T>>& product, const Device& d
     });
   }
   with_layout<8>(product, [&]<int kVec, Along kA, Along kB>() {
+    constexpr int64_t kBlocks = 4, kSector = 32 / sizeof(T), kLongRow = 1 << 16;
+    const bool is_long = product.n > kLongRow;
+    const int most_across = is_long && !kHalf<T> ? 2 : kWarps;
     int across = 0;
-    while ((1 << across) < kWarps && (8 * kVec << across) < product.n) ++across;
+    while ((1 << across) < most_across && (8 * kVec << across) < product.n) ++across;
     const int64_t columns = ceil_div(product.n, 8 * kVec << across), below = ceil_div(rows, kWarps >> across);
-    // A warp reads its columns of b once for some tiles, as long as there is work for all. Not where blocks share
-    // sectors of memory, or rows are very long: those are written fastest in order.
-    constexpr int64_t kMostTiles = 4, kBlocks = 4, kSector = 32 / sizeof(T), kLongRow = 1 << 16;
-    const bool in_order = product.n % kSector != 0 || product.n > kLongRow;
-    const int64_t fill = below * columns / (kBlocks * device.processors);
-    const int64_t tiles = std::clamp<int64_t>(fill, 1, in_order ? 1 : kMostTiles);
+    // A warp reads its columns of b once for some tiles, as long as there is work for all. Where neighbours share
+    // sectors of memory, it is written fastest in order.
+    const int64_t most = product.n % kSector != 0 ? 1 : !is_long ? 4 : kHalf<T> ? 2 : 8;
+    const int64_t tiles = std::clamp<int64_t>(below * columns / (kBlocks * device.processors), 1, most);
     launch(
         low_rank_kernel<T, kVec, kA, kB>, ceil_div(below, tiles) * columns, kThreads, 0,
         Operands<T>(product, columns, across, tiles));

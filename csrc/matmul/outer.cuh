@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kOuterThreads) outer_kernel(Product<T, V> prod
     V products[kVec];  // As a sum that begins with 0: -0 becomes 0.
 #pragma unroll
     for (int e = 0; e < kVec; ++e) products[e] = fma(a[r], b[e], V(0));
-    store_vector<T, kVec>(product.c + (row + r * down) * product.c_outer + column, products);
+    store_at_once<T, kVec>(product.c + (row + r * down) * product.c_outer + column, products);
   }
 }
 

@@ -165,24 +165,39 @@ struct WordsOf<16> {
 template <int kBytes>
 using Words = typename WordsOf<kBytes>::type;
 
-// To global memory. Of four elements or more, nvcc would make a store for each word; of two it makes one, which it
-// moves and predicates better than what it is told.
 template <class To, int kCount, class V>
-__device__ __forceinline__ void store_vector(To* to, const V* values) {
-  constexpr int kBytes = sizeof(To) * kCount;
+__device__ __forceinline__ auto rounded_words(const V* values) {
   To rounded[kCount];
 #pragma unroll
   for (int e = 0; e < kCount; ++e) rounded[e] = round_to<To>(values[e]);
-  Words<kBytes> words;
-  memcpy(&words, rounded, kBytes);
-  if constexpr (kCount >= 4 && kBytes == 16) {
+  Words<sizeof(rounded)> words;
+  memcpy(&words, rounded, sizeof(rounded));
+  return words;
+}
+
+// To global memory, in one instruction.
+template <class To, int kCount, class V>
+__device__ __forceinline__ void store_at_once(To* to, const V* values) {
+  const auto words = rounded_words<To, kCount>(values);
+  if constexpr (sizeof(words) == 16) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
                  "r"(words.w)
                  : "memory");
-  } else if constexpr (kCount >= 4 && kBytes == 8) {
+  } else if constexpr (sizeof(words) == 8) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
   } else {
-    *reinterpret_cast<Words<kBytes>*>(to) = words;
+    *reinterpret_cast<Words<sizeof(words)>*>(to) = words;
+  }
+}
+
+// The same. Of four elements or more, nvcc would make a store for each word; of two it makes one as a rule, which it
+// moves and predicates better than what it is told, or writes to shared memory too.
+template <class To, int kCount, class V>
+__device__ __forceinline__ void store_vector(To* to, const V* values) {
+  if constexpr (kCount > 2) {
+    store_at_once<To, kCount>(to, values);
+  } else {
+    *reinterpret_cast<Words<sizeof(To) * kCount>*>(to) = rounded_words<To, kCount>(values);
   }
 }
 
