@@ -1,7 +1,8 @@
 // matmul on CUDA: which kernel computes a product, with what tiles, and in how many parts of k.
 //
-// In how many parts is decided by the dtype, the sizes and the device alone, tiles by the layouts too. All kernels for
-// a dtype add up k in the same order, so that the bits of the result don't depend on the layouts.
+// Whether a product goes straight into registers, and in how many parts of k, is decided by the dtype, the sizes and
+// the device alone, tiles by the layouts too. All kernels for the same sizes of a dtype add up k in the same order, so
+// that the bits of the result don't depend on the layouts.
 #include "matmul/product.cuh"
 
 #include <limits>
