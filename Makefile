@@ -116,6 +116,7 @@ op-remove: $(READY)
 
 # A distribution of your own: NAME, in the new folder DEST (README.md).
 new-distribution: $(READY)
+	@$(RUN) -m templates.distribution check "$(NAME)" "$(DEST)"
 	$(RUN) -m copier copy --trust --data "name=$(NAME)" --defaults "$(CURDIR)" "$(DEST)"
 
 .PHONY: engine

@@ -76,5 +76,12 @@ def finish(operation: str) -> None:
         subprocess.run([sys.executable, "-m", "templates.op", "add", EXAMPLE], check=True)
 
 
+def check(name: str, destination: str) -> None:
+    """What copier says with a traceback, or not at all: without a destination it copies into this folder."""
+    why = refused(name).replace("name", "NAME", 1) or ("" if destination else "DEST must be a new folder, got ''")
+    if why:
+        sys.exit(f"templates.distribution: {why} (make new-distribution NAME=my_ops DEST=../my_ops)")
+
+
 if __name__ == "__main__":
-    finish(sys.argv[1])
+    check(*sys.argv[2:]) if sys.argv[1] == "check" else finish(sys.argv[1])

@@ -11,6 +11,7 @@ from io import StringIO
 from itertools import product
 from pathlib import Path
 from tokenize import generate_tokens
+from typing import NoReturn
 
 import copier
 import yaml
@@ -47,6 +48,11 @@ MAX_LENGTH = 40  # With more the templates' lines get longer than the linter all
 
 def refuse(name: str, must: str, instead: str = "") -> None:
     sys.exit(f"templates.op: NAME must {must}, got {name!r}{f': try NAME={instead}' if instead else ''}")
+
+
+def unknown(name: str) -> NoReturn:
+    there = ", ".join(path.stem for path in sorted(INIT.parent.glob("[!_]*.py")))
+    sys.exit(f"templates.op: NAME must be that of an operator's files, got {name!r}: those are {there}")
 
 
 def find(name: str, *patterns: str) -> list[Path]:
@@ -121,7 +127,7 @@ def rename(name: str, to: str) -> list[Path]:
     """Give an operator another name, in its files and theirs: it may have been edited and measured. Returns what it wrote."""
     sources, measured = ([*find(name, *patterns)] if name.isidentifier() else [] for patterns in (SOURCES, MEASURED))
     if not sources:
-        refuse(name, "be that of an operator's files")
+        unknown(name)
     try:
         check_name(to, KINDS[0], SHAPES[0])
     except SystemExit as refused:
@@ -157,7 +163,7 @@ def remove(name: str, force: bool) -> list[Path]:
     """Take out what `add`, the tests and the benchmarks have written. Returns which files that was in."""
     files = {path: path.read_text() for path in find(name, *SOURCES)} if name.isidentifier() else {}
     if not files:
-        refuse(name, "be that of an operator's files")
+        unknown(name)
     if not force and all(render(name, kind, shape) != files for kind, shape in product(KINDS, SHAPES)):
         refuse(name, "be of files as `make op` writes them, as changes would be lost (FORCE=1 removes them too)")
     measured = find(name, *MEASURED)

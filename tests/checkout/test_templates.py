@@ -488,7 +488,7 @@ class TestRemove:
     def test_no_such_operator(self, checkout):
         for name in ("absent", "", "*", "../x"):
             said = checkout.run("templates.op", "remove", name, fails=True)
-            assert f"NAME must be that of an operator's files, got {name!r}" in said
+            assert f"NAME must be that of an operator's files, got {name!r}: those are " in said
 
     @pytest.mark.builds
     def test_no_trace_is_left(self, checkout):
@@ -530,6 +530,27 @@ def test_make_passes_them_on():
     assert op.KINDS == ["cpp", "triton"] and len(op.SHAPES) == 9
     done = subprocess.run(["make", "-n", "op"], cwd=ROOT, capture_output=True, text=True)
     assert "templates.op list" in done.stdout and "templates.op add" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    (
+        ("", "NAME must be in snake_case, of at most 20 characters, got '': try my_ops"),
+        (
+            "NAME=My-Ops DEST=../my_ops",
+            "NAME must be in snake_case, of at most 20 characters, got 'My-Ops': try my_ops",
+        ),
+        ("NAME=json DEST=../json", "NAME must not be taken"),
+        ("NAME=my_ops", "DEST must be a new folder, got ''"),
+    ),
+)
+def test_new_distributions_that_are_refused(given, message):
+    """In a line, before anything is copied; without DEST it would be into this folder."""
+    done = subprocess.run(["make", "new-distribution", *given.split()], cwd=ROOT, capture_output=True, text=True)
+    assert (
+        done.returncode != 0 and f"templates.distribution: {message}" in done.stderr and "Traceback" not in done.stderr
+    )
+    assert "(make new-distribution NAME=my_ops DEST=../my_ops)" in done.stderr and "copier copy" not in done.stdout
 
 
 def test_choices():
