@@ -298,7 +298,10 @@ def grids(results: Results, op: str) -> bytes:
         for i, ((_, colour, alpha), name) in enumerate(zip(CLASSES, least)):
             x = 0.56 + (0.13 + 0.09 * (i - 1)) * (i > 0)
             y = 1 - 0.33 / height
-            figure.text(x, y, "■", color=COLOURS[colour], alpha=alpha)
+            for below, opaque in ((CLASSES[0][1], CLASSES[0][2]), (colour, alpha))[
+                i == 0 :
+            ]:  # As they lie in the grid.
+                figure.text(x, y, "■", color=COLOURS[below], alpha=opaque)
             figure.text(x + 0.015, y, name, color=COLOURS["faint"], size=7)
         for i, each in enumerate(found):
             bottom = height - top - tall * (i + 1) + 0.24
