@@ -65,6 +65,11 @@ def by(sizes: tuple[int, ...]) -> str:
     return " by ".join(f"{n:,}" for n in sizes)
 
 
+def tolerance(dtype: torch.dtype, k: int) -> float:
+    """An error in a sum is in proportion to the sums on the way, each of so many terms, not to one that cancels."""
+    return TOLERANCES[dtype] * max(1.0, k / 128)
+
+
 def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why cuBLAS is faster on a GPU, where it is."""
     if device == "cpu":
@@ -102,8 +107,7 @@ def case(
         "dtype": dtype,
         "bytes": dtype.itemsize * (m * k + k * n + m * n),
         "operations": 2 * m * k * n,
-        # An error in a sum is in proportion to the sums on the way, each of so many terms, not to one that cancels.
-        "tolerance": TOLERANCES[dtype] * max(1.0, k / 128),
+        "tolerance": tolerance(dtype, k),
         "reason": reason(device, dtype, m, k, n),
     }
     return Case("matmul", device, **common | described)
@@ -145,7 +149,7 @@ def grid(device: str, dtype: torch.dtype) -> Grid:
         ("torch.mm", torch.mm),
         lambda m, k, n: (plain(m, k, device, dtype), plain(k, n, device, dtype)),
         fits,
-        lambda m, k, n: TOLERANCES[dtype] * max(1.0, k / 128),
+        lambda m, k, n: tolerance(dtype, k),
     )
 
 
@@ -178,7 +182,6 @@ def cases(device: str) -> Iterator[Case | Grid]:
     for dtype in TOLERANCES if device == "cuda" else ():
         for sizes in SHAPES:
             yield case(device, dtype, sizes, size=by(sizes))
-    for dtype in TOLERANCES if device == "cuda" else ():
         yield grid(device, dtype)
 
 

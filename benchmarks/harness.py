@@ -92,7 +92,7 @@ class Case:
 
 @dataclass
 class Grid:
-    """Very many sizes of an operator, each timed briefly, next to one peer: it finds the worst of all sizes, not of those
+    """Very many sizes of an operator, each timed briefly next to one peer: it finds the worst of all sizes, not of those
     that somebody thought of."""
 
     op: str
@@ -110,7 +110,6 @@ class Grid:
     """Whether sizes are measured: not what takes too long or too much memory."""
     tolerance: Callable[..., float] = lambda *sizes: 0.0
     """How far the two results may be apart, relative to the largest."""
-    reason: str = ""
     short: bool = False
     bytes: int = 0
     operations: int = 0
@@ -322,7 +321,7 @@ def measure_grid(grid: Grid, clock: Clock) -> dict:
         pair = time_in_turn([partial(grid.ours, *inputs), partial(peer, *inputs)], grid.device, clock)
         times[sizes] = [short(min(both)) for both in zip(pair, times.get(sizes, pair))]
     described = {"op": grid.op, "case": grid.name, "workload": "grid", "dtype": dtype_name(grid.dtype), "bytes": 0}
-    described |= {"operations": 0, "unit": "s", "reason": grid.reason, "contender": named}
+    described |= {"operations": 0, "unit": "s", "contender": named}
     ours, theirs = ([times[sizes][which] if sizes in times else None for sizes in cells] for which in (0, 1))
     return described | {"axes": grid.axes, "values": grid.values, "ours": ours, "theirs": theirs}
 

@@ -17,7 +17,7 @@ from matplotlib.path import Path
 
 from benchmarks.harness import OURS
 from benchmarks.records import BEHIND, Map, Results
-from benchmarks.report.words import copying, readable, times
+from benchmarks.report.words import copying, readable, summary
 
 matplotlib.use("svg")
 WIDTH = 8.3  # Inches; a README is some 830 pixels wide.
@@ -250,7 +250,7 @@ def rectangles(places: list[tuple[int, int]]) -> Path:
             runs.append([row, column, column])
     corners = [[(first, row), (last + 1, row), (last + 1, row + 1), (first, row + 1)] for row, first, last in runs]
     # Filled, so that the last corner needs no line back to the first.
-    return Path.make_compound_path(*map(Path, corners)) if runs else Path([(0, 0)])
+    return Path.make_compound_path(*map(Path, corners))
 
 
 def draw_grid(axes: Axes, found: Map) -> None:
@@ -261,23 +261,20 @@ def draw_grid(axes: Axes, found: Map) -> None:
         (values.index(row), values.index(group) * step + values.index(column)): ratio
         for (row, group, column), ratio in found.ratios.items()
     }
-    above = float("inf")
-    for least, colour, alpha in CLASSES:  # All cells in the first colour, and those that are slower upon them.
-        chosen = [place for place, ratio in places.items() if ratio < above]
+    for i, (least, colour, alpha) in enumerate(
+        CLASSES
+    ):  # All cells in the first colour, and the slower ones over them.
+        chosen = [place for place, ratio in places.items() if i == 0 or least <= ratio < CLASSES[i - 1][0]]
         if chosen:
-            shape = rectangles([place for place in chosen if above == float("inf") or places[place] >= least])
+            shape = rectangles(chosen)
             axes.add_patch(PathPatch(shape, facecolor=COLOURS[colour], alpha=alpha, linewidth=0))
-        above = least
     axes.set_xlim(0, step * len(values) - 1)
     axes.set_ylim(len(values), 0)
     axes.grid(False)
     axes.set_yticks([0.5, len(values) - 0.5], [f"{values[0]:,}", f"{values[-1]:,}"])
     names = found.record["axes"]
     axes.set_xticks([i * step + len(values) / 2 for i in range(len(values))], [f"{names[1]} {n:,}" for n in values])
-    mean, worst = found.mean, found.worst
-    below = f"{found.below} of {len(found.ratios):,} below {BEHIND}"
-    said = f"{found.record['dtype']}: {below}, geometric mean {times(mean)}, worst {times(worst[1])} at {worst[0]}"
-    axes.set_title(said, pad=3)
+    axes.set_title(f"{found.record['dtype']}: {summary(found)}", pad=3)
     axes.set_ylabel(names[0], rotation=0, labelpad=-10)
 
 
@@ -294,14 +291,11 @@ def grids(results: Results, op: str) -> bytes:
             f"{machine}: the time of {record['contender']} / ours; {rows} down, {within} across, within each {columns}"
         )
         figure.text(0.012, 1 - 0.17 / height, title, weight="bold", size=8.6)
-        least = [f"{BEHIND} and more", f"from {CLASSES[1][0]}", f"from {CLASSES[2][0]}", "less"]
-        for i, ((_, colour, alpha), name) in enumerate(zip(CLASSES, least)):
-            x = 0.56 + (0.13 + 0.09 * (i - 1)) * (i > 0)
-            y = 1 - 0.33 / height
-            for below, opaque in ((CLASSES[0][1], CLASSES[0][2]), (colour, alpha))[
-                i == 0 :
-            ]:  # As they lie in the grid.
-                figure.text(x, y, "■", color=COLOURS[below], alpha=opaque)
+        names = f"{BEHIND} and more", f"from {CLASSES[1][0]}", f"from {CLASSES[2][0]}", "less"
+        y = 1 - 0.33 / height
+        for i, (x, name) in enumerate(zip((0.56, 0.69, 0.78, 0.87), names)):
+            for _, colour, alpha in CLASSES[:1] if i == 0 else (CLASSES[0], CLASSES[i]):  # As they lie in the grid.
+                figure.text(x, y, "■", color=COLOURS[colour], alpha=alpha)
             figure.text(x + 0.015, y, name, color=COLOURS["faint"], size=7)
         for i, each in enumerate(found):
             bottom = height - top - tall * (i + 1) + 0.24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from benchmarks.records import BEHIND, Results
+from benchmarks.records import BEHIND, Map, Results
 
 PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
 
@@ -49,12 +49,17 @@ def behind(found: list[Results]) -> list[str]:
     ]
 
 
+def summary(grid: Map) -> str:
+    """How many cells of a grid are below the peer, their mean and the worst of them."""
+    place, worst = grid.worst
+    below = f"{grid.below} of {len(grid.ratios):,} cells below {BEHIND} of {grid.record['contender']}"
+    return f"{below}, geometric mean {times(grid.mean)}, worst {times(worst)} at {place}"
+
+
 def grids(found: list[Results]) -> list[str]:
-    """A line for each grid: how many of its cells are below the peer, and the worst of them."""
+    """A line for each grid."""
     return [
-        f"{each.record['op']}: {each.record['case']} on {results.header['machine']}: {each.below} of "
-        f"{len(each.ratios):,} cells below {BEHIND} of {each.record['contender']}, geometric mean {times(each.mean)}, "
-        f"worst {times(each.worst[1])} at {each.worst[0]}"
+        f"{each.record['op']}: {each.record['case']} on {results.header['machine']}: {summary(each)}"
         for results in found
         for each in results.grids()
     ]

@@ -134,9 +134,10 @@ struct Tile {
 
   __device__ __forceinline__ int own_row() const { return row + threadIdx.x % 32 / 4 * 2; }
 
-  __device__ __forceinline__ void read_a(int step) {
+  // Of the tile, or so many rows below.
+  __device__ __forceinline__ void read_a(int step, int below = 0) {
     const int k = step * kDeep + threadIdx.x % 4 * 4;
-    read<T, kA>(a, p.a, p.a_outer, p.a_inner, own_row(), p.m, k, p.k);
+    read<T, kA>(a, p.a, p.a_outer, p.a_inner, own_row() + below, p.m, k, p.k);
   }
   __device__ __forceinline__ void read_b(int step) {
     const int k = step * kDeep + threadIdx.x % 4 * 4, eighth = threadIdx.x % 32 / 4;
@@ -170,27 +171,26 @@ struct Tile {
 template <class T, int kVec, Along kA, Along kB>
 __global__ void __launch_bounds__(kThreads, 3) low_rank_kernel(const __grid_constant__ Operands<T> p) {
   if constexpr (kArchitecture >= 90) {
-    const uint32_t below = p.columns.quotient(blockIdx.x), beside = blockIdx.x - below * p.columns.number;
-    const int warp = threadIdx.x / 32, warp_below = warp >> p.across, warp_beside = warp - (warp_below << p.across);
+    const uint32_t row = p.columns.quotient(blockIdx.x), column = blockIdx.x - row * p.columns.number;
+    const int warp = threadIdx.x / 32, row_of_warp = warp >> p.across,
+              column_of_warp = warp - (row_of_warp << p.across);
     Tile<T, kVec, kA, kB> tile{p};
-    tile.row = static_cast<int>((below * (kWarps >> p.across) + warp_below) * p.tiles) * kRows;
-    tile.column = static_cast<int>((beside << p.across) + warp_beside) * tile.kColumns;
+    tile.row = static_cast<int>((row * (kWarps >> p.across) + row_of_warp) * p.tiles) * kRows;
+    tile.column = static_cast<int>((column << p.across) + column_of_warp) * tile.kColumns;
     const int end = min(tile.row + p.tiles * kRows, p.m);
     if (tile.column >= p.n || tile.row >= end) return;
     tile.read_a(0);
     tile.read_b(0);
 #pragma unroll 1
-    while (true) {
+    for (bool more = true; more; tile.row += kRows) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) tile.sums[j][e] = 0;
       }
       tile.add();
-      tile.row += kRows;
-      const bool more = tile.row < end;
-      if (more) tile.read_a(0);  // Those that follow, before these are stored.
-      tile.row -= kRows;
+      more = tile.row + kRows < end;
+      if (more) tile.read_a(0, kRows);  // Before these are stored.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -201,8 +201,6 @@ __global__ void __launch_bounds__(kThreads, 3) low_rank_kernel(const __grid_cons
           tile.template store<tile.kStored>(r, e, values);
         }
       }
-      if (!more) return;
-      tile.row += kRows;
     }
   }
 }
@@ -219,9 +217,9 @@ __global__ void __launch_bounds__(kThreads) small_kernel(const __grid_constant__
     static_assert(kVectors <= kWarps);
     __shared__ Vector parts[kWarps][kVectors][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = (p.k + kDeep - 1) / kDeep;
-    const uint32_t below = p.columns.quotient(blockIdx.x), beside = blockIdx.x - below * p.columns.number;
+    const uint32_t row = p.columns.quotient(blockIdx.x), column = blockIdx.x - row * p.columns.number;
     using Tile = Tile<T, kVec, kA, kB>;
-    Tile tile{p, static_cast<int>(below) * kRows, static_cast<int>(beside) * Tile::kColumns};
+    Tile tile{p, static_cast<int>(row) * kRows, static_cast<int>(column) * Tile::kColumns};
 #pragma unroll 1
     for (int step = warp; step < steps; step += kWarps) {
       tile.read_a(step);

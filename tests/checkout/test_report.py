@@ -98,7 +98,9 @@ def test_a_grid():
     assert "| `a` | here | M, K, N, float32 | 7 | 0.97 | 0.50 | M 1, K 1,000, N 1,000 | 3 |\n" in report.grids([found])
     picture = pictures.grids(found, "a").decode()
     assert "here: the time of peer / ours; M down, N across, within each K" in picture
-    assert "float32: 3 of 7 below 0.95, geometric mean 0.97, worst 0.50 at M 1, K 1,000, N 1,000" in picture
+    assert (
+        "float32: 3 of 7 cells below 0.95 of peer, geometric mean 0.97, worst 0.50 at M 1, K 1,000, N 1,000" in picture
+    )
     shapes = re.findall(r'clip-path="[^"]*" style="fill: #\w+', picture)
     assert len(shapes) == len(pictures.CLASSES), "a shape for each class of ratios"
     assert report.grids([records.Results({"machine": "here"}, [])]) == ""
