@@ -60,7 +60,7 @@ void make_readable(
   pad(product.b, product.n, b_along_k, pads[1], memory[1]);
   const int64_t count = pads[0].chunks() + pads[1].chunks();
   if (count == 0) return;
-  start<T>(
+  start(
       launch, device, pad_kernel, std::min(ceil_div(count, kCopyThreads), kMostCopyBlocks), kCopyThreads, 0, pads[0],
       pads[1]);
 }
@@ -227,7 +227,7 @@ Plan plan_wgmma(const Product<T, float>& product, const Device& device) {
 template <class T>
 bool is_in_pieces(const Product<T, float>& product, const Plan& plan, const Device& device) {
   const int piece = std::min(piece_of(product.a), piece_of(product.b));
-  if (piece == 0 || (plan.shape != hopper::kNarrowest && plan.shape != hopper::kSmall)) return false;
+  if (piece == 0 || hopper::run_of_pieces<T>(plan.shape) == nullptr) return false;
   const int64_t of_a = hopper::reads(product.a, product.m, product.k) ? 0 : product.m * product.k;
   const int64_t of_b = hopper::reads(product.b, product.n, product.k) ? 0 : product.n * product.k;
   return time_of_pieces(plan, piece, device) < time_of_copies(of_a + of_b);
@@ -248,11 +248,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
     using hopper::Hopper;
-    if (in_pieces) {
-      auto* run = plan.shape == hopper::kSmall ? hopper::multiply_pieces<Hopper<T, hopper::kSmall>>
-                                               : hopper::multiply_pieces<Hopper<T, hopper::kNarrowest>>;
-      return run(launch, p, plan.tiling, device.processors);
-    }
+    if (in_pieces) return hopper::run_of_pieces<T>(plan.shape)(launch, p, plan.tiling, device.processors);
     [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
       constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
       kRuns[plan.shape](launch, p, plan.tiling, device.processors);

@@ -10,13 +10,12 @@ namespace extension_cpp::matmul {
 constexpr int kCopyThreads = 256;
 constexpr int64_t kMostCopyBlocks = 1 << 16;
 
-// Launches a kernel of a product of T that begins with wait_for_kernel_before: on Hopper, those of halves start early,
-// as they take no longer than a launch. Others have several blocks a multiprocessor, which would then lie unevenly.
-template <class T, class Kernel, class... Arguments>
+// Launches a kernel that begins with wait_for_kernel_before: on Hopper it starts early.
+template <class Kernel, class... Arguments>
 void start(
     Launch& launch, const Device& device, Kernel* kernel, int64_t blocks, int threads, size_t bytes,
     const Arguments&... arguments) {
-  if (sizeof(T) == 2 && device.hopper) {
+  if (device.hopper) {
     launch.clusters(kernel, blocks, 1, threads, bytes, true, arguments...);
   } else {
     launch(kernel, blocks, threads, bytes, arguments...);
@@ -90,7 +89,7 @@ void with_splits(
   const int shares = splits <= kFewSplits ? 1 : kShares;
   const int64_t chunks = product.m * ceil_div(product.n, 16 / static_cast<int64_t>(sizeof(V)));
   const int64_t blocks = std::min(ceil_div(chunks * shares, kCopyThreads), kMostCopyBlocks);
-  start<T>(launch, device, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
+  start(launch, device, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
 }
 
 // A copy in rows of a multiple of 8 elements, each from a multiple of 16 bytes on.

@@ -35,6 +35,7 @@ constexpr Tile kTiles[] = {
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 constexpr int kSmall = 4;                   // The smallest that is square.
+constexpr int kTall = 5;                    // Two of them.
 constexpr int kNarrowest = kTileCount - 1;  // The tile of products with no more rows, or columns, than it has columns.
 
 template <class T_, int kTile>
@@ -67,19 +68,27 @@ struct Memory {
   int bytes, stages;
 };
 
-// A factor is transposed where its rows (of m or n) lie side by side, not its k's; and `whole` if these then fill rows
-// of a stage, so that one copy takes several.
+// A factor is transposed where its rows (of m or n) lie side by side, not its k's; `whole` if these then fill rows of a
+// stage, so that one copy takes several; and streamed `once` if one tile reads each element.
 struct Layout {
-  bool transposed = false, whole = false;
+  bool transposed = false, whole = false, once = false;
 
   template <class T>
   static Layout of(const Factor<T>& factor, int64_t rows) {
     const bool transposed = factor.inner != 1;
-    return {transposed, transposed && rows % kInRow<T> == 0};
+    return {transposed, transposed && rows % kInRow<T> == 0, false};
   }
 };
 struct Layouts {
   Layout a, b;
+
+  template <class T, class V>
+  static Layouts of(const Product<T, V>& product, const Tiling& tiling) {
+    Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
+    layouts.a.once = tiling.tiles_n == 1 && is_streamed(product.a, product.m, product.k, kRow);
+    layouts.b.once = tiling.tiles_m == 1 && is_streamed(product.b, product.n, product.k, kRow);
+    return layouts;
+  }
 };
 
 // Four sums of each thread that computes: of halves, eight columns of a tile.
@@ -204,10 +213,10 @@ struct Boxes {
   }
 
   __device__ __forceinline__ void copy(uint32_t to, const CUtensorMap& map, Layout layout, uint32_t barrier) {
-    copy_box<kShared>(to, map, x, y, z, barrier);
+    copy_box<kShared>(to, map, x, y, z, barrier, layout.once);
     if (layout.transposed && !layout.whole) {
 #pragma unroll
-      for (int r = kBox; r < kRows; r += kBox) copy_box<kShared>(to + r * kRow, map, x + r, y, z, barrier);
+      for (int r = kBox; r < kRows; r += kBox) copy_box<kShared>(to + r * kRow, map, x + r, y, z, barrier, layout.once);
     }
     (layout.transposed ? y : x) += kBox;
   }
@@ -392,7 +401,7 @@ __device__ __forceinline__ void store(
         for (int e = 0; e < 4; ++e) words[e] = rounded_pair<T>(of_row + (j + e) * 4);
         transpose_quad(words);
         if (row < product.m && eight + j * 8 < product.n) {
-          *reinterpret_cast<uint4*>(to + j * 8) = {words[0], words[1], words[2], words[3]};
+          __stcs(reinterpret_cast<uint4*>(to + j * 8), uint4{words[0], words[1], words[2], words[3]});
         }
       }
     } else {  // Fours of columns, of two groups: those of the first are for threads that are even.
@@ -582,7 +591,7 @@ void launch_tiles(
 template <class H>
 void multiply(
     Launch& launch, const Product<typename H::T, typename H::V>& product, const Tiling& tiling, int processors) {
-  Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
+  Layouts layouts = Layouts::of(product, tiling);
   layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
   const int depth = kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK;
   CUtensorMap map_a, map_b;

@@ -124,4 +124,13 @@ void multiply_pieces(
       Pieces{piece_of(product.a), piece_of(product.b)});
 }
 
+// What multiplies in pieces with tiles of a shape, if anything does.
+template <class T>
+auto run_of_pieces(int shape) -> decltype(&multiply_pieces<Hopper<T, kSmall>>) {
+  if (shape == kNarrowest) return multiply_pieces<Hopper<T, kNarrowest>>;
+  if (shape == kSmall) return multiply_pieces<Hopper<T, kSmall>>;
+  if (shape == kTall) return multiply_pieces<Hopper<T, kTall>>;
+  return nullptr;
+}
+
 }  // namespace extension_cpp::matmul::hopper

@@ -54,6 +54,16 @@ int piece_of(const Factor<T>& factor) {
   return starts % 16 == 0 ? 16 : starts % 8 == 0 ? 8 : starts % 4 == 0 ? 4 : 0;
 }
 
+// Whether the L2 cache should be told that a factor of so many rows is read once: where its rows begin at a multiple of
+// so many bytes, or reads that share a line would fetch it twice, and it isn't so large that it doesn't matter.
+template <class T>
+bool is_streamed(const Factor<T>& factor, int64_t rows, int64_t k, int alignment) {
+  constexpr double kMostBytes = 190e6;
+  const int64_t stride = factor.inner == 1 ? factor.outer : factor.inner;
+  const bool aligned = (reinterpret_cast<uintptr_t>(factor.data) | stride * sizeof(T)) % alignment == 0;
+  return aligned && static_cast<double>(rows) * k * sizeof(T) <= kMostBytes;
+}
+
 // Tiles of the result, and parts of k of a whole number of steps, in the order in which blocks take them.
 struct Tiling {
   int64_t tiles_m, tiles_n, steps, steps_per_split;
@@ -256,6 +266,40 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int by
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes));
   }
+#endif
+}
+
+// How the L2 cache keeps what is read once: it leaves before what other kernels wrote there, which would have to be
+// written to memory.
+__device__ __forceinline__ uint64_t policy_of_once() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+// The same of all bytes, which with kOnce are read once.
+template <int kBytes, bool kOnce>
+__device__ __forceinline__ void copy_all(uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kBytes == 16 && kOnce) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "l"(policy_of_once())
+                 : "memory");
+  } else if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  }
+#endif
+}
+
+// The same of 16 bytes that many threads copy: through the L1 cache, as the L2 cache gives one line to one thread
+// after the other.
+__device__ __forceinline__ void copy_of_many(uint32_t to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 #endif
 }
 

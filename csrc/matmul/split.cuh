@@ -286,9 +286,10 @@ template <class H>
 void run_split(
     Launch& launch, const Product<float, float>& product, bool flipped, const Tiling& tiling, const Factor<float>& rows,
     const Factor<__nv_bfloat16>& parts, int processors) {
-  const Layout layout{rows.inner != 1, false};
   CUtensorMap map_rows, map_parts;
   const int64_t count = flipped ? product.n : product.m, others = flipped ? product.m : product.n;
+  const bool once = tiling.tiles_n == 1 && is_streamed(rows, count, product.k, kRow);
+  const Layout layout{rows.inner != 1, false, once};
   if (!encode(rows, layout, count, product.k, H::kM, &map_rows, H::kK) ||
       !encode(parts, {}, Parts::kCount * others, product.k, H::kN, &map_parts, H::kK)) {
     fail("matmul", "the driver can't describe the matrices to the GPU");

@@ -3,317 +3,311 @@
 // Two numbers: 2 * N * K operations on N * K elements, so that it takes as long as reading the matrix.
 //
 // A sum is of 8 to 256 classes of k, each in ascending order; those are added up two by two. A class is a thread's:
-// where the matrix lies along k, it reads vectors of it; where it lies along rows, vectors of columns.
+// where the matrix lies along k, it reads vectors of it; where it lies along rows, vectors of columns. A thread copies
+// into slots of shared memory of its own, several steps ahead, so that it waits for no other.
 #pragma once
+
+#include <bit>
+#include <utility>
 
 #include "copies.cuh"
 
 namespace extension_cpp::matmul {
 
-constexpr int kVectorThreads = 256, kLeastClasses = 8, kOfWarp = 32;
+constexpr int kLogThreads = 8, kVectorThreads = 1 << kLogThreads, kLeastClasses = 8, kOfWarp = 32;
 
-// A vector of the matrix or of x, in kPieces, each of which lies together and is aligned.
-template <int kPieces, class T, class V>
-__device__ __forceinline__ void load_vector(V (&to)[16 / sizeof(T)], const T* from, int64_t stride) {
-  constexpr int kVec = 16 / sizeof(T), kPiece = kVec / kPieces;
-  using Word = Words<16 / kPieces>;
+// A thread's vectors of the matrix that it takes at a time, all with the same vector of x, and how many times that it
+// is ahead.
+template <class T, bool kAlongK>
+struct VectorShape {
+  static constexpr int kVec = 16 / sizeof(T), kLogVec = sizeof(T) == 2 ? 3 : sizeof(T) == 4 ? 2 : 1;
+  static constexpr int kCount = !kAlongK ? kVec : sizeof(T) == 2 ? 2 : 1, kSteps = kAlongK ? 8 : 16 / kVec;
+  static constexpr int kSums = kAlongK ? kCount : kVec;
+  static constexpr int kSlot = kVectorThreads * 16, kStage = (kCount + 1) * kSlot;
+};
+
+// A vector, of which so many elements are there, in pieces of kPiece bytes or, where that is an element, from anywhere.
+template <int kPiece, class T>
+__device__ __forceinline__ uint4 read_pieces(const T* from, int64_t stride, int valid) {
+  constexpr int kVec = 16 / sizeof(T), kEach = kPiece / sizeof(T);
   T values[kVec];
 #pragma unroll
-  for (int e = 0; e < kVec; e += kPiece) {
-    const Word word = *reinterpret_cast<const Word*>(from + (kPiece == 1 ? e * stride : e));
-    memcpy(values + e, &word, sizeof(word));
+  for (int e = 0; e < kVec; e += kEach) {
+    Words<kPiece> piece{};
+    if (e < valid) piece = *reinterpret_cast<const Words<kPiece>*>(from + (kEach == 1 ? e * stride : e));
+    memcpy(values + e, &piece, sizeof(piece));
   }
+  uint4 words;
+  memcpy(&words, values, sizeof(words));
+  return words;
+}
+
+// The same into shared memory, meanwhile. Where not all of it is there, that takes thrice as many instructions.
+template <int kPiece, bool kOnce, class T>
+__device__ __forceinline__ void copy_pieces(uint32_t to, const T* from) {
+#pragma unroll
+  for (int at = 0; at < 16; at += kPiece) copy_all<kPiece, kOnce>(to + at, from + at / sizeof(T));
+}
+template <int kPiece, class T>
+__device__ __forceinline__ void copy_some_pieces(uint32_t to, const T* from, int valid) {
+#pragma unroll
+  for (int at = 0; at < 16; at += kPiece) {
+    const int bytes = max(0, min(valid * static_cast<int>(sizeof(T)) - at, kPiece));
+    copy_async<kPiece>(to + at, from + at / sizeof(T), bytes);
+  }
+}
+
+__device__ __forceinline__ void store_slot(uint32_t slot, const uint4& words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(slot), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
+template <class T, class V>
+__device__ __forceinline__ void load_slot(uint32_t slot, V (&to)[16 / sizeof(T)]) {
+  constexpr int kVec = 16 / sizeof(T);
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(slot)
+               : "memory");
+  T values[kVec];
+  memcpy(values, &words, sizeof(values));
 #pragma unroll
   for (int e = 0; e < kVec; ++e) to[e] = static_cast<V>(values[e]);
 }
 
-// Of the vector, which is in vectors of its own or isn't.
-template <int kUnroll, class T, class V>
-__device__ __forceinline__ void load_shared_vectors(
-    V (&to)[kUnroll][16 / sizeof(T)], const Factor<T>& x, int64_t k, int64_t step) {
-  if (x.inner == 1 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0) {
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) load_vector<1>(to[u], x.data + k + u * step, 1);
+// One element of it.
+template <class T>
+__device__ __forceinline__ T load_element(uint32_t at) {
+  Words<sizeof(T)> word;
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(at) : "memory");
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
   } else {
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) load_vector<16 / sizeof(T)>(to[u], x.data + (k + u * step) * x.inner, x.inner);
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(word.x), "=r"(word.y) : "r"(at) : "memory");
   }
+  T value;
+  memcpy(&value, &word, sizeof(value));
+  return value;
 }
 
-// Which part of k of which rows a block has: parts are the blocks of a cluster, or follow each other.
-struct PlaceOfVector {
-  bool in_cluster;
-  int splits, split;
-  int64_t first_row;
-
-  template <class T, class V>
-  __device__ PlaceOfVector(const Product<T, V>& product, const Tiling& tiling, int rows)
-      : in_cluster(product.partial == nullptr && tiling.splits() > 1), splits(static_cast<int>(tiling.splits())) {
-    const uint32_t tiles = static_cast<uint32_t>(tiling.tiles_n);
-    split = static_cast<int>(in_cluster ? blockIdx.x % splits : blockIdx.x / tiles);
-    first_row = int64_t(in_cluster ? blockIdx.x / splits : blockIdx.x % tiles) * rows;
-  }
-};
-
-// Stores the sums of a block's rows, which it has in shared memory: those of a cluster are added up first, in the order
-// of their parts of k.
-template <class T, class V>
-__device__ __forceinline__ void store_rows(
-    const Product<T, V>& product, const PlaceOfVector& at, int rows, const V* sums_of_block) {
-  __syncthreads();
-#if __CUDA_ARCH__ >= 900
-  if (at.in_cluster) sync_cluster();
-#endif
-  for (int r = threadIdx.x; r < rows; r += blockDim.x) {
-    const int64_t row = at.first_row + r;
-    if (row >= product.n || (at.in_cluster && r % at.splits != at.split)) continue;
-    V sum = sums_of_block[r];
-    if (product.partial != nullptr) {
-      product.partial[at.split * product.partial_stride + row] = sum;
-      continue;
-    }
-#if __CUDA_ARCH__ >= 900
-    if (at.in_cluster) {
-      sum = 0;
-      for (int s = 0; s < at.splits; ++s) sum += load_from(sums_of_block + r, s);
-    }
-#endif
-    product.c[row * product.c_inner] = round_to<T>(sum);
-  }
-#if __CUDA_ARCH__ >= 900
-  if (at.in_cluster) sync_cluster();  // Others may still read here.
-#endif
+template <class V>
+__device__ __forceinline__ V sum_of_eight(const V (&v)[8]) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// So many threads to a row of the matrix as there are classes; a thread reads kRows. Of blocks that a multiprocessor
-// holds there are enough for all to start at once, or clusters would wait for each other.
-template <class T, class V, int kPieces, int kRows>
-__global__ void __launch_bounds__(kVectorThreads, sizeof(T) == 8 ? 4 : 3)
-    vector_along_k_kernel(Product<T, V> product, Tiling tiling, int classes) {
-  constexpr int kVec = 16 / sizeof(T), kPiece = kVec / kPieces, kUnroll = kPieces < kVec ? 8 / kRows : 1;
-  using Word = Words<16 / kPieces>;
-  __shared__ V sums_of_block[kVectorThreads / kLeastClasses * kRows];
-  const int rows = kVectorThreads / classes * kRows, lane = threadIdx.x % classes;
-  const PlaceOfVector at(product, tiling, rows);
-  const int64_t row = at.first_row + threadIdx.x / classes * kRows;
-  const int64_t begin = at.split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
+// Over the lanes that differ in the bits below `width`.
+template <class V>
+__device__ __forceinline__ V sum_over_lanes(V sum, int width) {
+#pragma unroll 1
+  for (int distance = width / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  return sum;
+}
+
+// There are 2^log_classes classes. A block has one part of k, of `part`, of some rows; blocks of the same part follow
+// each other. Copies are `ahead` steps ahead.
+template <class T, class V, int kPiece, bool kAlongK>
+__global__ void __launch_bounds__(kVectorThreads) vector_kernel(
+    const __grid_constant__ Product<T, V> product, const __grid_constant__ Divisor tiles, int64_t part, int log_classes,
+    int ahead, int stages, bool once) {
+  using Shape = VectorShape<T, kAlongK>;
+  constexpr int kVec = Shape::kVec, kCount = Shape::kCount;
+  extern __shared__ __align__(16) unsigned char slots[];
+  start_kernel_behind();
+  const int thread = threadIdx.x, classes = 1 << log_classes, log_across = kLogThreads - log_classes;
+  const int own = kAlongK ? thread & (classes - 1) : thread >> log_across;
+  const int group = kAlongK ? thread >> log_classes : thread & ((1 << log_across) - 1);
+  const uint32_t split = tiles.quotient(blockIdx.x), tile = blockIdx.x - split * tiles.number;
+  const int64_t first_row = (int64_t(tile) << log_across) * Shape::kSums;
+  const int64_t row = first_row + group * Shape::kSums;
+  const int64_t begin = split * part + own * kVec, end = min(split * part + part, product.k);
   const int step = classes * kVec;
-  const T *x = product.a.data, *first = product.b.data + min(row, product.n - 1) * product.b.outer;
-  const auto last = static_cast<int>(max(min(product.n - 1 - row, int64_t(kRows - 1)), int64_t(0)));
-  V sums[kRows] = {};
-  int64_t k = begin + lane * kVec;
-  auto add = [&]<int kCount>(std::integral_constant<int, kCount>) {
-    V a[kCount][kVec];
-    Word words[kCount][kRows][kPieces];
-    load_shared_vectors<kCount>(a, product.a, k, step);
-#pragma unroll
-    for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const T* from = first + min(r, last) * product.b.outer + (k + u * step) * product.b.inner;
-#pragma unroll
-        for (int e = 0; e < kPieces; ++e) {
-          words[u][r][e] = *reinterpret_cast<const Word*>(from + e * (kPiece == 1 ? product.b.inner : kPiece));
-        }
-      }
+  const int count =
+      begin < end && row < product.n ? static_cast<int>((end - begin + step - 1) >> (log_classes + Shape::kLogVec)) : 0;
+  const auto rows_there = static_cast<int>(max(int64_t(0), min(product.n - row, int64_t(Shape::kSums))));
+  const bool x_in_vectors =
+      kArchitecture >= 80 && product.a.inner == 1 && reinterpret_cast<uintptr_t>(product.a.data) % 16 == 0;
+  const T* const rows = product.b.data + row * product.b.outer;
+  constexpr bool kCopies = kArchitecture >= 80 && kPiece > sizeof(T);
+  const int64_t to_next = kAlongK ? product.b.outer : product.b.inner;
+  auto load = [&](int s, uint32_t slot) {
+    const int64_t k = begin + int64_t(s) * step;
+    const auto valid = static_cast<int>(min(end - k, int64_t(kVec)));
+    const T *x = product.a.data + k * product.a.inner, *from = rows + k * product.b.inner;
+    if (x_in_vectors) {
+      copy_of_many(slot, x, valid * static_cast<int>(sizeof(T)));
+    } else {
+      store_slot(slot, read_pieces<sizeof(T)>(x, product.a.inner, valid));
     }
-#pragma unroll
-    for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        T values[kVec];
-        memcpy(values, words[u][r], sizeof(values));
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) sums[r] = fma(a[u][e], static_cast<V>(values[e]), sums[r]);
+    slot += Shape::kSlot;
+    const bool whole = valid == kVec && rows_there == Shape::kSums;
+    if (kCopies && !whole) {
+#pragma unroll 1
+      for (int r = 0; r < kCount; ++r, from += to_next, slot += Shape::kSlot) {
+        const int there = kAlongK ? r < rows_there ? valid : 0 : r < valid ? rows_there : 0;
+        copy_some_pieces<kCopies ? kPiece : 4>(slot, from, there);
       }
+    } else if (kCopies && once) {
+#pragma unroll
+      for (int r = 0; r < kCount; ++r, from += to_next) copy_pieces<kPiece, true>(slot + r * Shape::kSlot, from);
+    } else if constexpr (kCopies) {
+#pragma unroll
+      for (int r = 0; r < kCount; ++r, from += to_next) copy_pieces<kPiece, false>(slot + r * Shape::kSlot, from);
+    } else {
+      const int64_t stride = kAlongK ? product.b.inner : product.b.outer;
+      uint4 words[kCount];
+#pragma unroll
+      for (int r = 0; r < kCount; ++r, from += to_next) {
+        const int there = kAlongK ? r < rows_there ? valid : 0 : r < valid ? rows_there : 0;
+        words[r] = kPiece > sizeof(T) && whole ? read_pieces<kPiece>(from, stride, there)
+                                               : read_pieces<sizeof(T)>(from, stride, there);
+      }
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) store_slot(slot + r * Shape::kSlot, words[r]);
     }
-    k += kCount * step;
   };
-  while (kUnroll > 1 && k + (kUnroll - 1) * step + kVec <= end) add(std::integral_constant<int, kUnroll>());
-  while (k + kVec <= end) add(std::integral_constant<int, 1>());
-#pragma unroll 1
-  for (; k < end; k += step) {
-#pragma unroll 1
-    for (int e = 0; e < kVec && k + e < end; ++e) {
-      const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
+  V sums[Shape::kSums] = {};
+  auto add = [&](uint32_t slot) {
+    if constexpr (kAlongK) {
+      V a[kVec];
+      load_slot<T>(slot, a);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const T value = first[min(r, last) * product.b.outer + (k + e) * product.b.inner];
-        sums[r] = fma(factor, static_cast<V>(value), sums[r]);
-      }
-    }
-  }
-  if (classes > kOfWarp) {  // Those of a warp are of one row: what is added to a thread's sums is another warp's.
-    __shared__ V others[kVectorThreads][kRows];
-    for (int distance = classes / 2; distance >= kOfWarp; distance /= 2) {
-      __syncthreads();
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) others[threadIdx.x][r] = sums[r];
-      __syncthreads();
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) sums[r] += others[threadIdx.x ^ distance][r];
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    for (int distance = min(classes, kOfWarp) / 2; distance > 0; distance /= 2) {
-      sums[r] += __shfl_xor_sync(0xffffffff, sums[r], distance);
-    }
-    if (lane == 0) sums_of_block[threadIdx.x / classes * kRows + r] = sums[r];
-  }
-  store_rows(product, at, rows, sums_of_block);
-}
-
-// Blocks of as many threads for a vector of columns as there are classes.
-template <class T, class V, int kPieces>
-__global__ void __launch_bounds__(kVectorThreads, 4)
-    vector_along_rows_kernel(Product<T, V> product, Tiling tiling, int classes) {
-  constexpr int kVec = 16 / sizeof(T), kUnroll = kPieces < kVec ? 8 / kVec : 1;
-  __shared__ V shared[kVectorThreads][kVec];
-  const int across = kVectorThreads / classes, own = threadIdx.x / across;
-  const PlaceOfVector at(product, tiling, across * kVec);
-  const int64_t own_row = at.first_row + threadIdx.x % across * kVec;
-  // The last vector may begin among the columns of the one before.
-  const int64_t last = product.n % (kVec / kPieces) == 0 ? max(product.n - kVec, int64_t(0)) : product.n;
-  const int64_t row = min(own_row, last);
-  const int64_t begin = at.split * tiling.steps_per_split, end = min(begin + tiling.steps_per_split, product.k);
-  const int step = classes * kVec;
-  const T *x = product.a.data, *from = product.b.data + row * product.b.outer;
-  V sums[kVec] = {};
-  if (own_row < product.n && row + kVec <= product.n) {
-    int64_t k = begin + own * kVec;
-    auto add = [&]<int kCount>(std::integral_constant<int, kCount>) {
-      V a[kCount][kVec], b[kCount][kVec][kVec];
-      load_shared_vectors<kCount>(a, product.a, k, step);
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          load_vector<kPieces>(b[u][e], from + (k + u * step + e) * product.b.inner, product.b.outer);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) sums[j] = fma(a[u][e], b[u][e][j], sums[j]);
-        }
-      }
-      k += kCount * step;
-    };
-    while (kUnroll > 1 && k + (kUnroll - 1) * step + kVec <= end) add(std::integral_constant<int, kUnroll>());
-    while (k + kVec <= end) add(std::integral_constant<int, 1>());
-#pragma unroll 1
-    for (; k < end; k += step) {
-#pragma unroll 1
-      for (int e = 0; e < kVec && k + e < end; ++e) {
-        const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
+      for (int r = 0; r < kCount; ++r) {
         V b[kVec];
-        load_vector<kPieces>(b, from + (k + e) * product.b.inner, product.b.outer);
+        load_slot<T>(slot += Shape::kSlot, b);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sums[j] = fma(factor, b[j], sums[j]);
+        for (int e = 0; e < kVec; ++e) sums[r] = fma(a[e], b[e], sums[r]);
+      }
+    } else {
+      const uint32_t stage_of_x = slot;
+#pragma unroll 2
+      for (int r = 0; r < kCount; ++r) {
+        const V a = static_cast<V>(load_element<T>(stage_of_x + r * sizeof(T)));
+        V b[kVec];
+        load_slot<T>(slot += Shape::kSlot, b);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) sums[e] = fma(a, b[e], sums[e]);
       }
     }
-  } else if (own_row < product.n) {
+  };
+  // Addresses, not indices: nvcc 13 makes of a copy with a policy, to an index that is uniform, no legal instruction.
+  const uint32_t first = shared_address(slots) + thread * 16, last = first + stages * Shape::kStage;
+  uint32_t next = first, stage = first;
 #pragma unroll 1
-    for (int64_t k = begin + own * kVec; k < end; k += step) {
-#pragma unroll 1
-      for (int e = 0; e < kVec && k + e < end; ++e) {
-        const V factor = static_cast<V>(x[(k + e) * product.a.inner]);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          if (row + j < product.n) {
-            const T value = from[j * product.b.outer + (k + e) * product.b.inner];
-            sums[j] = fma(factor, static_cast<V>(value), sums[j]);
-          }
-        }
-      }
+  for (int s = -ahead; s < count; ++s) {
+    if (s >= 0) {
+      wait_for_copies<Shape::kSteps - 1>();
+      add(stage);
+      if ((stage += Shape::kStage) == last) stage = first;
     }
+    if (s + ahead < count) load(s + ahead, next);
+    if ((next += Shape::kStage) == last) next = first;
+    commit_copies();
   }
-  for (int distance = classes / 2; distance > 0; distance /= 2) {
-    if (own >= distance && own < 2 * distance) {
+  auto store = [&](int64_t row, V sum) {
+    if (row >= product.n) return;
+    if (product.partial != nullptr) {
+      product.partial[split * product.partial_stride + row] = sum;
+    } else {
+      product.c[row * product.c_inner] = round_to<T>(sum);
+    }
+  };
+  // Eight classes or fewer are added up by one thread, those sums by threads of a warp.
+  constexpr int kOfThread = 8, kLogOfThread = 3;
+  V* const shared = reinterpret_cast<V*>(slots);
+  if constexpr (kAlongK) {
+    if (classes > kOfWarp) {
+      __syncthreads();
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) shared[threadIdx.x][j] = sums[j];
+      for (int r = 0; r < kCount; ++r) shared[r * kVectorThreads + thread] = sums[r];
+      __syncthreads();
+      if (own >= kOfWarp) return;
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) {
+        V more[kOfThread];
+#pragma unroll
+        for (int w = 0; w < kOfThread; ++w) {
+          more[w] = w * kOfWarp < classes ? shared[r * kVectorThreads + thread + w * kOfWarp] : V(0);
+        }
+        sums[r] = sum_of_eight(more);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const V sum = sum_over_lanes(sums[r], min(classes, kOfWarp));
+      if (own == 0) store(row + r, sum);
+    }
+  } else {
+    constexpr int kOfWord = 16 / sizeof(V);  // The rows of classes are so much longer, to lie in different banks.
+    const int width = (kVec << log_across) + kOfWord, log_of_column = log_classes - kLogOfThread;
+    const int threads = 1 << log_of_column, column = thread >> log_of_column, own_part = thread & (threads - 1);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kVec; e += kOfWord) {
+      uint4 word;
+      memcpy(&word, sums + e, sizeof(word));
+      *reinterpret_cast<uint4*>(shared + own * width + group * kVec + e) = word;
     }
     __syncthreads();
-    if (own < distance) {
+    if (thread / kOfWarp * kOfWarp >> log_of_column >= kVec << log_across) return;
+    V more[kOfThread];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sums[j] += shared[threadIdx.x + distance * across][j];
-    }
+    for (int w = 0; w < kOfThread; ++w) more[w] = shared[(w * threads + own_part) * width + column];
+    const V sum = sum_over_lanes(sum_of_eight(more), threads);
+    if (own_part == 0) store(first_row + column, sum);
   }
-  if (own == 0) {
-    const auto twice = static_cast<int>(min(own_row - row, int64_t(kVec)));
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      if (j >= twice) shared[threadIdx.x][j - twice] = sums[j];
-    }
-  }
-  store_rows(product, at, across * kVec, shared[0]);
+}
+
+// Of which classes a sum is, and of how many parts of k: by sizes alone, so that the bits don't depend on layouts.
+template <class T>
+std::pair<int, int64_t> cut_vector(int64_t n, int64_t k) {
+  // Times decided on these numbers: a device is busy with so many threads, and reads rows of so many vectors best.
+  constexpr bool kHalves = sizeof(T) == 2;
+  constexpr int64_t kVec = 16 / sizeof(T), kFewSums = 200, kLong = 16'384, kMostOfBlock = 82'000, kLarge = 60'000'000;
+  constexpr int kAcross = 4, kAcrossOfLong = 16;
+  const int64_t bytes = n * k * static_cast<int64_t>(sizeof(T));
+  const bool is_large = sizeof(T) == 4 && bytes > kLarge;
+  const int64_t threads = kHalves ? 85'000 : is_large ? 100'000 : 50'000;
+  const int64_t threads_of_parts = kHalves || is_large ? 1 << 18 : 1 << 16;
+  const int most = n < kFewSums ? kVectorThreads : kVectorThreads / 2;
+  int classes = kLeastClasses;
+  while (classes < most && classes * kVec < k && n * classes < threads) classes *= 2;
+  const int64_t blocks = ceil_div(n * classes, kVectorThreads * kVec);
+  if (k < kLong && (n * classes >= threads || bytes <= kMostOfBlock * blocks)) return {classes, 1};
+  int of_part = kVectorThreads / (k < kLong ? kAcross : kAcrossOfLong);
+  while (of_part < kVectorThreads && n * of_part * 2 <= kVectorThreads * kVec) of_part *= 2;
+  const int64_t parts = std::min((threads_of_parts + n * of_part / 2) / (n * of_part), k / (of_part * kVec));
+  return parts > 1 ? std::pair(of_part, parts) : std::pair(classes, int64_t(1));
 }
 
 template <class T, class V>
 void multiply_vector(Launch& launch, const View& like, const Product<T, V>& product, const Device& device) {
-  constexpr int kVec = 16 / sizeof(T);
-  // Many sums are better off with fewer classes, as more of them lie side by side; so are short ones.
-  constexpr int64_t kManySums = 16384, kSomeSums = 4096, kShort = 128;
-  const bool is_short = product.n >= kSomeSums && product.k <= kShort;
-  int classes = is_short ? kLeastClasses : product.n >= kManySums ? kOfWarp / 2 : kOfWarp;
-  // Few long sums have more, as many as fill the device; but neighbours along rows read a sector of memory, 32 bytes.
-  constexpr int kFewRows = 2, kVectorsOfThread = 4;
-  constexpr int64_t kMostBytes = 16 << 20;  // More are read faster in whole lines.
-  const int most_classes = product.n <= kVec ? kVectorThreads : kVectorThreads / 2;
-  const int64_t threads = int64_t(device.processors) * kVectorThreads * kFewRows / kMostInCluster;
-  const bool is_small = product.n * product.k * static_cast<int64_t>(sizeof(T)) <= kMostBytes;
-  while (is_small && classes < most_classes && product.n * classes < threads &&
-         product.k >= classes * kVec * kVectorsOfThread) {
-    classes *= 2;
-  }
-  // Some sums that are neither short nor long have as many classes as fill the device, and are not cut into parts of k:
-  // blocks of a cluster take a microsecond to find each other.
-  constexpr int64_t kSomeRows = 256, kLong = 4096, kThreadsOfAll = 1 << 17;
-  const bool is_whole = is_small && product.n >= kSomeRows && product.n < kManySums && product.k <= kLong;
-  while (is_whole && classes < kVectorThreads / 2 && product.n * classes < kThreadsOfAll &&
-         classes * kVec < product.k) {
-    classes *= 2;
-  }
-  const int64_t chunk = int64_t(classes) * kVec;
-  // Parts of k are as many as fill the device; those that a cluster can't hold are long enough to be worth a pass.
-  constexpr int64_t kOfProcessor = sizeof(T) == 8 ? 3 : 2, kLeastPart = 128, kWorthAPass = 1024;
-  constexpr double kLeastBytes = 128 * 1024;  // of a block in a cluster
-  const int64_t blocks = ceil_div(product.n, kVectorThreads / classes * kVec), most = kOfProcessor * device.processors;
-  const int64_t wanted = (most + blocks / 2) / blocks, in_cluster = device.has_clusters() ? kMostInCluster : 1;
-  int64_t splits = std::min(wanted, product.k / std::max(kLeastPart, chunk));
-  if (splits > in_cluster) {
-    const double bytes = static_cast<double>(product.n) * product.k * sizeof(T) / (blocks * in_cluster);
-    const bool worth_a_pass = in_cluster == 1 || !is_small || bytes > kLeastBytes;
-    splits = worth_a_pass ? std::max(in_cluster, std::min(wanted, product.k / kWorthAPass)) : in_cluster;
-  }
-  splits = is_whole ? 1 : std::max<int64_t>(splits, 1);
+  constexpr int kVec = 16 / sizeof(T), kElement = sizeof(T), kOfTuring = 48 * 1024;
+  const auto [classes, parts] = cut_vector<T>(product.n, product.k);
   const bool along_rows = product.b.outer == 1 && product.b.inner != 1;
-  constexpr int kTwo = std::min(kVec, 2);
-  const int piece = piece_of(product.b), pieces = piece == 16 ? 1 : piece == 8 ? kTwo : kVec;  // of a vector
-  // Along k, a lane that reads more rows reads less of the vector, where blocks fill the device.
-  const bool many = pieces < kVec && blocks * splits >= device.processors;
-  const int64_t rows = kVectorThreads / classes * (along_rows || many ? kVec : kFewRows);
-  const Tiling tiling{1, ceil_div(product.n, rows), product.k, ceil_div(ceil_div(product.k, splits), chunk) * chunk};
-  const Plan plan{0, tiling, 0, tiling.splits() <= in_cluster};
+  const int piece = piece_of(product.b);
+  const bool once = is_streamed(product.b, product.n, product.k, 16);
+  const int64_t chunk = int64_t(classes) * kVec, part = ceil_div(ceil_div(product.k, parts), chunk) * chunk;
+  auto run = [&]<int kPiece, bool kAlongK>(const Product<T, V>& product, const Plan& plan) {
+    using Shape = VectorShape<T, kAlongK>;
+    const int most = device.architecture < 80 ? kOfTuring / Shape::kStage : Shape::kSteps;
+    const auto stages = static_cast<int>(std::min<int64_t>(most, part / chunk));
+    const int64_t tiles = ceil_div(product.n, int64_t(kVectorThreads) / classes * Shape::kSums);
+    launch(
+        vector_kernel<T, V, kPiece, kAlongK>, tiles * plan.tiling.splits(), kVectorThreads,
+        static_cast<size_t>(stages) * Shape::kStage, product, Divisor(tiles), part, std::countr_zero(unsigned(classes)),
+        most, stages, once);
+  };
+  const Plan plan{0, {1, 1, product.k, part}, 0};
   with_splits(launch, like, product, device, plan, [&](const Product<T, V>& p, const Plan& plan) {
-    auto kernel_of = [&]<int kPieces>(std::integral_constant<int, kPieces>) {
-      constexpr int kManyRows = kPieces == kVec ? kFewRows : kVec;
-      return along_rows ? vector_along_rows_kernel<T, V, kPieces>
-             : many     ? vector_along_k_kernel<T, V, kPieces, kManyRows>
-                        : vector_along_k_kernel<T, V, kPieces, kFewRows>;
+    auto with = [&]<int kPiece>(std::integral_constant<int, kPiece>) {
+      along_rows ? run.template operator()<kPiece, false>(p, plan) : run.template operator()<kPiece, true>(p, plan);
     };
-    auto* kernel = pieces == 1      ? kernel_of(std::integral_constant<int, 1>())
-                   : pieces == kTwo ? kernel_of(std::integral_constant<int, kTwo>())
-                                    : kernel_of(std::integral_constant<int, kVec>());
-    const auto splits = static_cast<int>(plan.tiling.splits());
-    if (plan.in_cluster && splits > 1) {
-      launch.clusters(kernel, plan.tiling.count(), splits, kVectorThreads, 0, false, p, plan.tiling, classes);
-    } else {  // Also of GPUs that have no clusters.
-      launch(kernel, plan.tiling.count(), kVectorThreads, 0, p, plan.tiling, classes);
-    }
+    if (piece == 16) return with(std::integral_constant<int, 16>());
+    if (piece == 8) return with(std::integral_constant<int, 8>());
+    with(std::integral_constant<int, kElement>());
   });
 }
 

@@ -120,12 +120,19 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
 
 // A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster.
 template <bool kShared>
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int x, int y, int z, uint32_t barrier) {
+__device__ __forceinline__ void copy_box(
+    uint32_t to, const CUtensorMap& map, int x, int y, int z, uint32_t barrier, bool once = false) {
   if constexpr (kShared) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        : "memory");
+  } else if (once) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy_of_once())
         : "memory");
   } else {
     asm volatile(
