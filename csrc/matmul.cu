@@ -61,8 +61,8 @@ void make_readable(
   const int64_t count = pads[0].chunks() + pads[1].chunks();
   if (count == 0) return;
   start(
-      launch, device, pad_kernel, std::min(ceil_div(count, kCopyThreads), kMostCopyBlocks), kCopyThreads, 0, pads[0],
-      pads[1]);
+      launch, device, true, pad_kernel, std::min(ceil_div(count, kCopyThreads), kMostCopyBlocks), kCopyThreads, 0,
+      pads[0], pads[1]);
 }
 
 // With the plan's parts of k, which are in steps of S::kK, and tiles of S.
@@ -173,7 +173,8 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
-constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.39, 80, 0.5, 7500};
+constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.53, 61, 0.57, 0.2, 10500};
+constexpr double kBytesOfPiece = 4.5;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
 
 // Nanoseconds that it takes to copy so many elements first.
 double time_of_copies(double elements) {
@@ -181,45 +182,41 @@ double time_of_copies(double elements) {
   return elements == 0 ? 0 : kLaunch + elements * kElement / kBytesOfCopy;
 }
 
-// Nanoseconds by which threads that copy a plan's tiles in pieces are slower than the memory accelerator. A
-// multiprocessor reads so many bytes a nanosecond for each byte of a piece.
+// Nanoseconds by which threads that copy a plan's tiles in pieces are slower than the memory accelerator.
 double time_of_pieces(const Plan& plan, int piece, const Device& device) {
-  constexpr double kOfThreads = 3.75;
   const hopper::Tile& tile = hopper::kTiles[plan.shape];
   const int64_t steps = ceil_div(plan.tiling.count(), device.processors) * plan.tiling.steps_per_split;
   return static_cast<double>(steps * (tile.m + tile.n) * hopper::kRow) *
-         (1 / (piece * kOfThreads) - 1 / kCostsOfHalves.processor);
+         (1 / (piece * kBytesOfPiece) - 1 / kCostsOfHalves.processor);
 }
 
+// Of a product whose few rows, if it is narrow, are columns.
 template <class T>
-Plan plan_wgmma(const Product<T, float>& product, const Device& device) {
-  TileModel shapes[hopper::kTileCount];
-  for (int i = 0; i < hopper::kTileCount; ++i) {
-    const auto [m, n, cluster, blocks, rate] = hopper::kTiles[i];
-    shapes[i] = {m * cluster, n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster};
-  }
-  const int64_t m = product.m, n = product.n, k = product.k;
-  const auto plan_of = [&](const auto& models) {
-    return plan(models, kCostsOfHalves, m, n, k, sizeof(T), device, true);
+Plan plan_wgmma(const Product<T, float>& product, bool narrow, bool swapped, const Device& device) {
+  const int64_t m = product.m, n = product.n, k = product.k, columns = swapped ? m : n;
+  Plan best{0, {}, std::numeric_limits<double>::infinity()};
+  const auto consider = [&](int shape, const Costs& costs, double before) {
+    const auto [tile_m, tile_n, cluster, blocks, rate] = hopper::kTiles[shape];
+    const TileModel one[] = {{tile_m * cluster, tile_n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster}};
+    Plan made = plan(one, costs, m, n, k, sizeof(T), device, true, swapped);
+    made.shape = shape, made.nanoseconds += before;
+    if (made.nanoseconds < best.nanoseconds) best = made;
   };
-  const auto plan_of_one = [&](int shape) {
-    const TileModel one[] = {shapes[shape]};
-    Plan plan = plan_of(one);
-    plan.shape = shape;
-    return plan;
-  };
-  if (is_narrow(m, n)) {
-    constexpr double kOfPieces = 0.3;  // Threads copy rows that the memory accelerator can't read, one step at a time.
-    if (k % 8 != 0 && k % 2 == 0) shapes[hopper::kNarrowest].rate *= kOfPieces;  // Others are copied before.
-    return plan_of_one(hopper::kNarrowest);
+  // As if both factors were row-major: either is copied first, if the memory accelerator can't read it, or in pieces.
+  const int64_t rows = m * n / columns;
+  const double copies = time_of_copies((k % 8 == 0 ? 0 : rows * k) + (columns % 8 == 0 ? 0 : k * columns));
+  const int piece = (k | columns) % 8 == 0 ? 16 : (k | columns) % 4 == 0 ? 8 : (k | columns) % 2 == 0 ? 4 : 0;
+  Costs of_pieces = kCostsOfHalves;
+  of_pieces.processor = std::min(of_pieces.processor, piece * kBytesOfPiece);
+  constexpr double kWorthWideTiles = 6000;
+  const bool tall = !narrow || time_of_memory(m, n, k, sizeof(T)) > kWorthWideTiles;
+  for (int shape = 0; shape < hopper::kTileCount; ++shape) {
+    if (narrow ? shape != hopper::kNarrowest && !(tall && shape == hopper::kTall) : shape == hopper::kNarrowest)
+      continue;
+    consider(shape, kCostsOfHalves, copies);
+    if (piece < 16 && piece > 0 && hopper::run_of_pieces<T>(shape) != nullptr) consider(shape, of_pieces, 0);
   }
-  const Plan best = plan_of(shapes);
-  if ((k | n) % 8 == 0 || (k | n) % 2 != 0) return best;
-  // In pieces or with copies first, as if both factors were row-major.
-  const Plan small = plan_of_one(hopper::kSmall);
-  const double more = time_of_pieces(small, (k | n) % 4 == 0 ? 8 : 4, device);
-  const int64_t copied = (k % 8 != 0 ? m * k : 0) + (n % 8 != 0 ? k * n : 0);
-  return small.nanoseconds + more < best.nanoseconds + time_of_copies(copied) ? small : best;
+  return best;
 }
 
 // Whether threads copy the tiles of a plan in pieces, as that takes less time than copying what the memory accelerator
@@ -236,13 +233,14 @@ bool is_in_pieces(const Product<T, float>& product, const Plan& plan, const Devi
 template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   // A tile may have 32 columns, but no fewer than 64 rows: few rows become columns.
-  const bool narrow = is_narrow(product.m, product.n);
-  if (narrow && product.m < product.n) product = product.swapped();
+  const int64_t m = product.m, n = product.n;
+  const bool narrow = is_narrow(m, n), swapped = narrow && m < n;
+  if (swapped) product = product.swapped();
   // Short rows of b, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
   constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
   const bool crowded = narrow && product.n < hopper::kTiles[hopper::kNarrowest].n &&
                        product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  const Plan chosen = remembered(product.m, product.n, product.k, device, [&] { return plan_wgmma(product, device); });
+  const Plan chosen = remembered(m, n, product.k, device, [&] { return plan_wgmma(product, narrow, swapped, device); });
   const bool in_pieces = is_in_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];
   if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);

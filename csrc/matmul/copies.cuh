@@ -10,12 +10,12 @@ namespace extension_cpp::matmul {
 constexpr int kCopyThreads = 256;
 constexpr int64_t kMostCopyBlocks = 1 << 16;
 
-// Launches a kernel that begins with wait_for_kernel_before: on Hopper it starts early.
+// Launches a kernel that begins with wait_for_kernel_before: on Hopper it may start early.
 template <class Kernel, class... Arguments>
 void start(
-    Launch& launch, const Device& device, Kernel* kernel, int64_t blocks, int threads, size_t bytes,
+    Launch& launch, const Device& device, bool early, Kernel* kernel, int64_t blocks, int threads, size_t bytes,
     const Arguments&... arguments) {
-  if (device.hopper) {
+  if (early && device.hopper) {
     launch.clusters(kernel, blocks, 1, threads, bytes, true, arguments...);
   } else {
     launch(kernel, blocks, threads, bytes, arguments...);
@@ -71,11 +71,12 @@ __global__ void __launch_bounds__(kCopyThreads) sum_splits_kernel(Product<T, V> 
 }
 
 // Runs `kernel(product, plan)`, which computes c, or where there are more splits than a cluster takes, partial sums
-// that are then added up.
+// that are then added up. What adds them up may start early, unless the blocks of `kernel` would then lie unevenly:
+// those of float32 and float64 are several a multiprocessor.
 template <class T, class V, class Kernel>
 void with_splits(
     Launch& launch, const View& like, Product<T, V> product, const Device& device, const Plan& plan,
-    const Kernel& kernel) {
+    const Kernel& kernel, bool early = sizeof(T) == 2) {
   const int64_t splits = plan.tiling.splits();
   std::optional<Tensor> memory;
   if (splits > 1 && !plan.in_cluster) {
@@ -89,7 +90,7 @@ void with_splits(
   const int shares = splits <= kFewSplits ? 1 : kShares;
   const int64_t chunks = product.m * ceil_div(product.n, 16 / static_cast<int64_t>(sizeof(V)));
   const int64_t blocks = std::min(ceil_div(chunks * shares, kCopyThreads), kMostCopyBlocks);
-  start(launch, device, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
+  start(launch, device, early, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
 }
 
 // A copy in rows of a multiple of 8 elements, each from a multiple of 16 bytes on.

@@ -43,6 +43,7 @@ struct Costs {
   double unaligned = 1;       // how much longer it takes to read rows that don't begin with a line of the cache
   double per_part = 0;        // to add up one part of k more in another launch
   double outside = 0;         // how much longer memory takes if tiles are twice as large as what they have to read
+  double line = 0;            // how much longer memory takes then, for each line that a box has
   double streamed = 1e9;      // bytes that all of them read of what streams through the L2 cache
 };
 
@@ -67,15 +68,17 @@ inline double time_of_memory(int64_t m, int64_t n, int64_t k, int64_t bytes) {
   return static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
 }
 
-// The tiles and splits that should take the least time. Splitting k fills a device that there are too few tiles for,
-// and costs the time to add up the sums: in a cluster of the tile's blocks, if the kernel does that, or by another
-// pass.
+// The tiles and splits that should take the least time, for a product that is `swapped` if its m was n. Splitting k
+// fills a device that there are too few tiles for, and costs the time to add up the sums: in a cluster of the tile's
+// blocks, if the kernel does that, or by another pass.
 template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
-    const Device& device, bool adds_in_clusters) {
+    const Device& device, bool adds_in_clusters, bool swapped = false) {
   constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kFewRows = 64;
-  constexpr double kLeastOfLines = 12500, kLeastOfStream = 150000;
+  constexpr double kLeastOfLines = 17000, kLeastOfStream = 150000;
+  // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
+  const int64_t rows = swapped ? n : m, columns = swapped ? m : n;
   const double memory = time_of_memory(m, n, k, bytes);
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
@@ -87,21 +90,19 @@ Plan plan(
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
     const double most = 2.2 * device.processors * shape.blocks / shape.processors;
-    const auto bytes_of = [&](int64_t rows, int64_t row_size) {
-      return static_cast<double>(rows * shape.k * bytes) * (row_size * bytes % kLine == 0 ? 1 : costs.unaligned);
-    };
-    // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
-    const double read = bytes_of(std::min(m, shape.m), k) + bytes_of(std::min(n, shape.n), n);
+    const int64_t width = swapped ? shape.m : shape.n, across = std::min(columns, width);
+    const int64_t down = std::min(rows, swapped ? shape.n : shape.m);
+    const double of_a = k * bytes % kLine == 0 ? 1 : costs.unaligned;
+    const double of_b = columns * bytes % kLine == 0 ? 1 : costs.unaligned;
+    const double read = static_cast<double>(shape.k * bytes) * (down * of_a + across * of_b);
     const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
     // Rows of a stage that lie outside of the matrices could be other ones on their way.
-    const int64_t rows = shape.m / shape.processors, inside = std::min(m, rows) + std::min(n, shape.n);
-    const double empty = static_cast<double>(rows + shape.n - inside) / inside;
+    const int64_t height = shape.m / shape.processors, inside = std::min(m, height) + std::min(n, shape.n);
+    const double empty = static_cast<double>(height + shape.n - inside) / inside;
     double at_least = memory * (1 + costs.outside * empty);
-    // A tile's piece of a row of b that doesn't begin with a line of the cache takes one more.
-    constexpr int64_t kPiece = 16;  // that the memory accelerator reads
-    if (memory > kLeastOfLines && costs.unaligned > 1 && m <= kFewRows && (k | n) * bytes % kPiece == 0) {
-      const double more = n * bytes % kLine == 0 ? 0 : static_cast<double>(kLine) / (shape.n * bytes);
-      at_least += more * time_of_memory(0, n, k, bytes);
+    // Where few rows are multiplied, memory takes the longest, and reads lines that boxes share twice.
+    if (memory > kLeastOfLines && rows <= kFewRows && columns * bytes % kLine != 0) {
+      at_least += costs.line * static_cast<double>(kLine) / (width * bytes) * time_of_memory(0, columns, k, bytes);
     }
     if (streams) at_least = std::max(at_least, tiles * tiling.steps * read / costs.streamed);
     for (int64_t splits = 1; splits <= kMostSplits; ++splits) {

@@ -301,14 +301,15 @@ void multiply_vector(Launch& launch, const View& like, const Product<T, V>& prod
         most, stages, once);
   };
   const Plan plan{0, {1, 1, product.k, part}, 0};
-  with_splits(launch, like, product, device, plan, [&](const Product<T, V>& p, const Plan& plan) {
+  const auto run_parts = [&](const Product<T, V>& p, const Plan& plan) {
     auto with = [&]<int kPiece>(std::integral_constant<int, kPiece>) {
       along_rows ? run.template operator()<kPiece, false>(p, plan) : run.template operator()<kPiece, true>(p, plan);
     };
     if (piece == 16) return with(std::integral_constant<int, 16>());
     if (piece == 8) return with(std::integral_constant<int, 8>());
     with(std::integral_constant<int, kElement>());
-  });
+  };
+  with_splits(launch, like, product, device, plan, run_parts, true);
 }
 
 }  // namespace extension_cpp::matmul
