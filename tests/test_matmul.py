@@ -469,9 +469,21 @@ class TestCuda:
             x, matrix = factors("cuda", dtype, 1, k, n)
             compare(x, matrix)
             want = extension_cpp.matmul(x, matrix)
+            assert same_bits(extension_cpp.matmul(torch.stack((x, x), -1)[..., 0], matrix), want), f"{(k, n)}: strided"
             for y in (matrix, *views(matrix)):
                 assert same_bits(extension_cpp.matmul(x, y), want), f"{(k, n)}: {y.stride()}"
                 assert same_bits(extension_cpp.matmul(y.t(), x.t()), want.t()), f"{(n, k)}: {y.t().stride()}"
+
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+    def test_rows_off_vectors(self, dtype):
+        """What is read in pieces, and what is copied first, has the bits of what lies in whole vectors."""
+        for m, k, n in ((16, 40_000, 500), (64, 33_000, 500), (128, 33_000, 500), (20_000, 500, 128), (500, 1002, 66)):
+            a, b = factors("cuda", dtype, m, k, n)
+            compare(a, b)
+            want = extension_cpp.matmul(a, b)
+            wide_a, wide_b = (torch.nn.functional.pad(x, (0, 8 - x.shape[1] % 8))[:, : x.shape[1]] for x in (a, b))
+            for x, y in ((wide_a, b), (a, wide_b), (wide_a, wide_b), (a, b.t().contiguous().t())):
+                assert same_bits(extension_cpp.matmul(x, y), want), f"{(m, k, n)}: {x.stride()} and {y.stride()}"
 
     def test_float32_is_as_exact(self):
         """Of positive numbers, whose rounding errors add up where sums are cut off, and of wide ranges."""

@@ -118,7 +118,8 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster.
+// A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster. Two instructions, with a
+// policy of the L2 cache and without, take small products longer than one that always has one.
 template <bool kShared>
 __device__ __forceinline__ void copy_box(
     uint32_t to, const CUtensorMap& map, int x, int y, int z, uint32_t barrier, bool once = false) {
@@ -128,17 +129,12 @@ __device__ __forceinline__ void copy_box(
         " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
         : "memory");
-  } else if (once) {
+  } else {
+    constexpr uint64_t kOnce = 0x12f0000000000000, kUsual = 0x1000000000000000;  // As CUTLASS has them.
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy_of_once())
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(once ? kOnce : kUsual)
         : "memory");
   }
 }
