@@ -54,8 +54,9 @@ int piece_of(const Factor<T>& factor) {
   return starts % 16 == 0 ? 16 : starts % 8 == 0 ? 8 : starts % 4 == 0 ? 4 : 0;
 }
 
-// Whether the L2 cache should be told that a factor of so many rows is read once: where its rows begin at a multiple of
-// so many bytes, or reads that share a line would fetch it twice, and it isn't so large that it doesn't matter.
+// Whether the L2 cache should be told that a factor of so many rows is read once. Its rows have to begin at a multiple
+// of so many bytes, as reads that share a line would otherwise fetch it twice; and what is much larger than the cache
+// gains nothing.
 template <class T>
 bool is_streamed(const Factor<T>& factor, int64_t rows, int64_t k, int alignment) {
   constexpr double kMostBytes = 190e6;

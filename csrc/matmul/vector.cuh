@@ -16,8 +16,8 @@ namespace extension_cpp::matmul {
 
 constexpr int kLogThreads = 8, kVectorThreads = 1 << kLogThreads, kLeastClasses = 8, kOfWarp = 32;
 
-// A thread's vectors of the matrix that it takes at a time, all with the same vector of x, and how many times that it
-// is ahead.
+// What a thread takes in a step: kCount vectors of the matrix, all with the same vector of x. Its copies are kSteps
+// ahead.
 template <class T, bool kAlongK>
 struct VectorShape {
   static constexpr int kVec = 16 / sizeof(T), kLogVec = sizeof(T) == 2 ? 3 : sizeof(T) == 4 ? 2 : 1;
@@ -42,7 +42,8 @@ __device__ __forceinline__ uint4 read_pieces(const T* from, int64_t stride, int 
   return words;
 }
 
-// The same into shared memory, meanwhile. Where not all of it is there, that takes thrice as many instructions.
+// The same, copied into shared memory while the thread goes on. Where some elements aren't there, a copy takes three
+// times as many instructions.
 template <int kPiece, bool kOnce, class T>
 __device__ __forceinline__ void copy_pieces(uint32_t to, const T* from) {
 #pragma unroll
@@ -263,11 +264,13 @@ __global__ void __launch_bounds__(kVectorThreads) vector_kernel(
 // Of which classes a sum is, and of how many parts of k: by sizes alone, so that the bits don't depend on layouts.
 template <class T>
 std::pair<int, int64_t> cut_vector(int64_t n, int64_t k) {
-  // Times decided on these numbers: a device is busy with so many threads, and reads rows of so many vectors best.
+  // Fitted to the times of all cuts on two GPUs: how many threads keep a device busy, how many bytes one block may read
+  // before parts are worth another launch, and how many vectors of columns a block of a part has.
   constexpr bool kHalves = sizeof(T) == 2;
-  constexpr int64_t kVec = 16 / sizeof(T), kFewSums = 200, kLong = 16'384, kMostOfBlock = 82'000, kLarge = 60'000'000;
+  constexpr int64_t kVec = 16 / sizeof(T), kFewSums = 200, kLong = 16'384, kMostOfBlock = 82'000;
+  constexpr double kLarge = 60e6;
   constexpr int kAcross = 4, kAcrossOfLong = 16;
-  const int64_t bytes = n * k * static_cast<int64_t>(sizeof(T));
+  const double bytes = static_cast<double>(n) * k * sizeof(T);
   const bool is_large = sizeof(T) == 4 && bytes > kLarge;
   const int64_t threads = kHalves ? 85'000 : is_large ? 100'000 : 50'000;
   const int64_t threads_of_parts = kHalves || is_large ? 1 << 18 : 1 << 16;
@@ -275,7 +278,7 @@ std::pair<int, int64_t> cut_vector(int64_t n, int64_t k) {
   int classes = kLeastClasses;
   while (classes < most && classes * kVec < k && n * classes < threads) classes *= 2;
   const int64_t blocks = ceil_div(n * classes, kVectorThreads * kVec);
-  if (k < kLong && (n * classes >= threads || bytes <= kMostOfBlock * blocks)) return {classes, 1};
+  if (k < kLong && (n * classes >= threads || bytes <= static_cast<double>(kMostOfBlock * blocks))) return {classes, 1};
   int of_part = kVectorThreads / (k < kLong ? kAcross : kAcrossOfLong);
   while (of_part < kVectorThreads && n * of_part * 2 <= kVectorThreads * kVec) of_part *= 2;
   const int64_t parts = std::min((threads_of_parts + n * of_part / 2) / (n * of_part), k / (of_part * kVec));
