@@ -115,7 +115,7 @@ void select_many(
     const int64_t part = scan_part(cells);
     launch(prepare_kernel<true, T>, blocks, kThreads, 0, source, order, classes, n, threshold, work);
     launch(scan_kernel, ceil_div(cells, part), kScanThreads, 0, work.counts, work.starts, cells, part);
-    launch(scatter_kernel<V>, blocks, kThreads, 0, n, batched, work);
+    launch(scatter_kernel<V>, blocks, kThreads, 0, n, batched, threshold, work);
   } else {
     launch(prepare_kernel<false, T>, blocks, kThreads, 0, source, order, classes, n, threshold, work);
   }

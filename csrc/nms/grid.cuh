@@ -2,10 +2,10 @@
 //
 // Sorted by score, a box's rank is its place in the order of visits. Fit makes the grid; prepare_kernel brings the
 // boxes into order and counts those in each cell; scan_kernel adds up the counts; scatter_kernel puts the boxes in
-// order of cells, where what is near a box is a few runs of consecutive entries. resolve_kernel decides each box, a
-// warp a box; compact_kernel writes the indices of those kept. Where less lies before a box than near it, as among
-// boxes that all overlap, it looks at what is before it, from the first rank on: most of the boxes kept are there. With
-// a threshold below zero that is all there is to do.
+// order of cells, where what is near a box is a few runs of consecutive entries, and finds the cells of these.
+// resolve_kernel decides each box, a warp a box; compact_kernel writes the indices of those kept. Where less lies
+// before a box than near it, as among boxes that all overlap, it looks at what is before it, from the first rank on:
+// most of the boxes kept are there. With a threshold below zero that is all there is to do.
 //
 // Why resolve_kernel is right: a box is kept if and only if no kept box of a lower rank suppresses it. Its status is
 // final once written, and written once all boxes of lower rank that suppress it are final or one of them is kept; so by
@@ -65,6 +65,11 @@ Grid<V> grid_for(int64_t n, bool batched) {
   return grid;
 }
 
+// Cells that hold what is near a box: columns from `left` to before `right`, rows from `top` to before `bottom`.
+struct alignas(16) Window {
+  int left, right, top, bottom;
+};
+
 // Device memory, of one allocation; without a base, only how much of it.
 template <class V>
 struct Work {
@@ -92,6 +97,7 @@ struct Work {
     take(entry_ranks, entries_of_grid);
     take(cell, entries_of_grid);
     take(place, entries_of_grid);
+    take(windows, entries_of_grid);
     take(status, n);
   }
 
@@ -104,7 +110,8 @@ struct Work {
   Box<V>*ranked, *entries;               // in order of rank, and of cell
   int64_t *classes, *entry_classes;      // the same
   uint32_t *entry_ranks, *cell, *place;  // of ranks: the cell, and the place in it
-  uint8_t* status;                       // of ranks
+  Window* windows;                       // of ranks, as are these:
+  uint8_t* status;
 };
 
 // Raises a number that isn't negative; its bits are in the same order.
@@ -206,17 +213,21 @@ __global__ void __launch_bounds__(kFitThreads) fit_kernel(Fit<T> fit) {
   for (int step = 0; step < Fit<T>::kSteps; ++step) fit(step, shared);
 }
 
+// To shared memory, by all threads of a block.
+template <class V>
+__device__ __forceinline__ void copy_grid(const Grid<V>* from, Grid<V>& to) {
+  for (int k = threadIdx.x; k < static_cast<int>(sizeof(to) / sizeof(int)); k += kThreads) {
+    reinterpret_cast<int*>(&to)[k] = reinterpret_cast<const int*>(from)[k];
+  }
+  __syncthreads();
+}
+
 // A thread a rank; the last block goes on to the end of its share of `status`, which compact_kernel reads in vectors.
 template <bool kGrid, class T, class V = typename Source<T>::V>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(
     Source<T> source, const int64_t* order, Classes classes, int64_t n, Threshold<V> threshold, Work<V> work) {
   __shared__ Grid<V> grid;
-  if constexpr (kGrid) {
-    for (int k = threadIdx.x; k < static_cast<int>(sizeof(grid) / sizeof(int)); k += kThreads) {
-      reinterpret_cast<int*>(&grid)[k] = reinterpret_cast<const int*>(work.grid)[k];
-    }
-    __syncthreads();
-  }
+  if constexpr (kGrid) copy_grid(work.grid, grid);
   const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (rank >= n) {
     work.status[rank] = kUndecided;
@@ -242,40 +253,37 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
 }
 
 template <class V>
-__global__ void __launch_bounds__(kThreads) scatter_kernel(int64_t n, bool batched, Work<V> work) {
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(int64_t n, bool batched, Threshold<V> threshold, Work<V> work) {
+  __shared__ Grid<V> grid;
+  copy_grid(work.grid, grid);
   const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (rank >= n || work.cell[rank] == kNone) return;
   const uint32_t at = work.starts[work.cell[rank]] + work.place[rank];
-  work.entries[at] = work.ranked[rank];
+  const Box<V> box = work.ranked[rank];
+  const auto x = reach(threshold, box.x1, box.x2, area(box), from_bits(work.greatest_side[0]));
+  const auto y = reach(threshold, box.y1, box.y2, area(box), from_bits(work.greatest_side[1]));
+  work.windows[rank] = {grid.x.cell(x.low), grid.x.cell(x.high) + 1, grid.y.cell(y.low), grid.y.cell(y.high) + 1};
+  work.entries[at] = box;
   work.entry_ranks[at] = rank;
   if (batched) work.entry_classes[at] = work.classes[rank];
 }
 
-// Axis::cell of a value that all lanes of a warp have, where each holds the segment of its number.
+// Blocks of resolve_kernel that a multiprocessor holds at least, as far as registers go: most warps wait. Turing holds
+// no more threads; and of float64 ptxas would spill registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 template <class V>
-class WarpAxis {
- public:
-  __device__ WarpAxis(const Axis<V>& axis, uint32_t lane)
-      : segments_(axis.segments), cells_(axis.cells), low_(axis.low[lane]), scale_(axis.scale[lane]) {}
-
-  __device__ __forceinline__ int cell(V sum) const {
-    const unsigned begun = __ballot_sync(kAll, sum >= low_) & (0xffffffffu >> (kWarp - segments_));
-    const int segment = max(__popc(begun) - 1, 0);
-    const V low = __shfl_sync(kAll, low_, segment), scale = __shfl_sync(kAll, scale_, segment);
-    return segment * cells_ + Axis<V>::cell_of(sum, low, scale, cells_);
-  }
-
- private:
-  int segments_, cells_;
-  V low_, scale_;
-};
+constexpr int kResolveBlocks = 1;
+#else
+template <class V>
+constexpr int kResolveBlocks = sizeof(V) == 4 ? 10 : 1;
+#endif
 
 // A block draws as many ranks as it has warps, and a warp decides a rank: few of them, as another block takes its place
 // once the slowest is done. racecheck reports the accesses to `decided`, which need no barrier: a status that is read
-// too early only costs time. Without a bound on the blocks of a multiprocessor ptxas would spill registers for a
-// rounder number of them.
+// too early only costs time.
 template <bool kBatched, class V>
-__global__ void __launch_bounds__(kResolveThreads, 1)
+__global__ void __launch_bounds__(kResolveThreads, kResolveBlocks<V>)
     resolve_kernel(uint32_t n, bool has_grid, Threshold<V> threshold, Work<V> work) {
   constexpr uint32_t kRanks = kResolveThreads / kWarp;
   constexpr uint32_t kChunk = 8 * kWarp;  // Between two a warp looks whether it is done.
@@ -304,26 +312,32 @@ __global__ void __launch_bounds__(kResolveThreads, 1)
     waits_for = min(waits_for, other);
   };
 
-  int left = 0, right = 0, top = 0, bottom = 0;
+  Window window{};
+  if (has_grid) window = work.windows[rank];
   auto run_of = [&](int row) -> uint2 {  // What lies near the box in a row.
     const uint32_t* starts = work.starts + work.grid->first(class_of_box, row);
-    return {starts[left], starts[right]};
+    return {starts[window.left], starts[window.right]};
   };
   uint32_t near = rank;
   if (has_grid) {
-    const WarpAxis<V> x(work.grid->x, lane), y(work.grid->y, lane);
-    const auto [x_low, x_high] = reach(threshold, box.x1, box.x2, area(box), from_bits(work.greatest_side[0]));
-    const auto [y_low, y_high] = reach(threshold, box.y1, box.y2, area(box), from_bits(work.greatest_side[1]));
-    left = x.cell(x_low), right = x.cell(x_high) + 1, top = y.cell(y_low), bottom = y.cell(y_high) + 1;
     near = 0;
-    for (int row = top + static_cast<int>(lane); row < bottom; row += kWarp) near += run_of(row).y - run_of(row).x;
+    for (int row = window.top + static_cast<int>(lane); row < window.bottom; row += kWarp) {
+      near += run_of(row).y - run_of(row).x;
+    }
     near = warp_sum(near);
   }
   // Whether a box that is kept suppresses it.
   auto visit = [&](uint32_t begin, uint32_t end, const Box<V>* boxes, const int64_t* classes, const uint32_t* ranks) {
     for (; begin < end; begin += kChunk) {
-      for (uint32_t i = begin + lane; i < min(begin + kChunk, end); i += kWarp) {
-        test(ranks ? ranks[i] : i, boxes[i], kBatched ? classes[i] : 0);
+      const uint32_t stop = min(begin + kChunk, end);
+      for (uint32_t i = begin + lane; i < stop; i += 2 * kWarp) {  // Two are read before one is tested.
+        const uint32_t next = i + kWarp;
+        const bool has_next = next < stop;
+        const Box<V> one = boxes[i], other = has_next ? boxes[next] : Box<V>{};
+        const uint32_t rank_of_one = ranks ? ranks[i] : i;
+        const uint32_t rank_of_other = !has_next ? kNone : ranks ? ranks[next] : next;
+        test(rank_of_one, one, kBatched ? classes[i] : 0);
+        test(rank_of_other, other, kBatched && has_next ? classes[next] : 0);
       }
       if (__any_sync(kAll, dropped)) return true;
     }
@@ -371,10 +385,10 @@ __global__ void __launch_bounds__(kResolveThreads, 1)
   auto look = [&] {
     if (is_long && rank > kLong) return look_at_listed() || look_at_rest();
     if (rank <= near) return visit(0, rank, work.ranked, work.classes, nullptr);
-    for (int row = top; row < bottom; row += kWarp) {
+    for (int row = window.top; row < window.bottom; row += kWarp) {
       uint2 run = {0, 0};  // A lane looks up a row.
-      if (row + static_cast<int>(lane) < bottom) run = run_of(row + lane);
-      for (int k = 0; k < min(kWarp, bottom - row); ++k) {
+      if (row + static_cast<int>(lane) < window.bottom) run = run_of(row + lane);
+      for (int k = 0; k < min(kWarp, window.bottom - row); ++k) {
         const uint32_t begin = __shfl_sync(kAll, run.x, k), end = __shfl_sync(kAll, run.y, k);
         if (visit(begin, end, work.entries, work.entry_classes, work.entry_ranks)) return true;
       }
