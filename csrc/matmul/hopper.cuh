@@ -16,8 +16,8 @@
 
 namespace extension_cpp::matmul::hopper {
 
-constexpr int kWarpgroup = 128, kRow = 128;  // threads, and bytes of a row of a stage
-constexpr int kOfCopying = 40;               // registers that threads keep which only copy
+constexpr int kWarp = 32, kWarpgroup = 128, kRow = 128;  // threads, and bytes of a row of a stage
+constexpr int kOfCopying = 40;                           // registers that threads keep which only copy
 
 template <class T>
 constexpr int kInRow = kRow / sizeof(T);  // elements of a row of a stage
@@ -154,12 +154,16 @@ struct Share {
 // What a thread of a block does: threads of the first warpgroups compute, and one of the last copies.
 template <class H>
 struct Role {
+  const int warp;               // The number of the thread's warp among those that copy; negative where it computes.
+  const bool elected;           // This is the lane of the warp that makes barriers, or copies.
   const bool split_in_cluster;  // The blocks of a cluster are the splits of one tile.
   const Stages stages;
   const Tiles<H> tiles;
 
   __device__ __forceinline__ Role(const unsigned char* shared, const Memory& memory, const TileOrder& order)
-      : split_in_cluster(H::kCluster == 1 && order.in_cluster),
+      : warp(__shfl_sync(0xffffffff, (static_cast<int>(threadIdx.x) - H::kComputing) / kWarp, 0)),
+        elected(is_elected()),
+        split_in_cluster(H::kCluster == 1 && order.in_cluster),
         stages{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment, memory},
         tiles(order) {}
 
@@ -168,9 +172,8 @@ struct Role {
   // thread makes those of the first stage alone, and those next to it the others.
   template <class First>
   __device__ __forceinline__ void begin(const First& copy_first, int copying = 1) const {
-    constexpr int kWarp = 32, kOthers = kWarpgroup / kWarp - 1;
-    const int warp = static_cast<int>(threadIdx.x) / kWarp - H::kComputing / kWarp;
-    if (threadIdx.x % kWarp == 0 && warp >= 0) {
+    constexpr int kOthers = kWarpgroup / kWarp - 1;
+    if (warp >= 0 && elected) {
       for (int s = warp; s < stages.memory.stages; s += warp == 0 ? kMostStages : kOthers) {
         init_barrier(stages.full(s), copying);
         init_barrier(stages.empty(s), H::kComputing / H::kGroup * H::kCluster);
@@ -193,7 +196,7 @@ struct Role {
     return split_in_cluster ? Share{static_cast<int>(tiles.order.splits), rank_in_cluster()} : Share{1, 0};
   }
   __device__ bool computes() const { return threadIdx.x < H::kComputing; }
-  __device__ bool copies() const { return threadIdx.x == H::kComputing; }
+  __device__ bool copies() const { return warp == 0 && elected; }
 
   __device__ __forceinline__ void end() const {
     if (split_in_cluster && !computes()) meet_in_cluster();  // As those who compute do, in add_of_cluster.

@@ -16,6 +16,15 @@
 
 namespace extension_cpp::matmul::hopper {
 
+// Whether this is the one lane of a warp, all of whose lanes ask, that does what one is to do. Of a condition of
+// another kind ptxas doesn't know that it leaves a single lane: it makes a loop over lanes of each instruction whose
+// operands the warp has to share, as those of copies, which takes longer than the instruction.
+__device__ __forceinline__ bool is_elected() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.b32 %0, 1, 0, one;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ inline void init_barrier(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
