@@ -264,6 +264,18 @@ class TestEverywhere:
         wide = torch.ones((1,) * 62 + (2, 3), device=device)
         assert extension_cpp.mymul(wide, wide).shape == wide.shape
 
+    @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    def test_short_rows(self, device, dtype):
+        """So many that threads share them, and begin within one."""
+        n = 20_011
+        for width in (2, 3, 5, 17):
+            rows = torch.randn(n, width, device=device, dtype=dtype)
+            wide = torch.randn(3, n, width + 4, device=device, dtype=dtype)
+            others = (rows[7], rows[:, :1], rows.reshape(width, n).t(), wide[0, :, :width], wide[..., 1 : width + 1])
+            for other in others:
+                assert same_bits(extension_cpp.mymul(rows, other), rows * other)
+                assert same_bits(extension_cpp.mymul(other, rows), other * rows)
+
     def test_vmap(self, device):
         a, b = torch.randn(4, 3, 2, device=device), torch.randn(3, 4, device=device)
         got = torch.vmap(lambda x, y: extension_cpp.mymuladd(x, y, 1.0), in_dims=(0, 1))(a, b.unsqueeze(-1))

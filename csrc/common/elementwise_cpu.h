@@ -11,30 +11,47 @@ namespace detail {
 
 constexpr int64_t kBlock = 512;  // Elements that stay in the first-level cache, of every operand.
 
-// n contiguous elements, of which input kSame has the first one only. Operands are distinct memory or the very same
+// So many rows of `size` elements: operand k has the next one `down[k]` elements further on. To call a loop that is
+// compiled for the machine's vectors takes longer than a short row, so that one call goes through all of them.
+template <size_t N>
+struct Stack {
+  int64_t size, count = 1;
+  int64_t down[N] = {};
+
+  template <class T, class Function>
+  void each(Pointers<T, N> data, const Function& f) const {
+    for (int64_t r = 0; r < count; ++r) {
+      f(data);
+      for (size_t k = 0; k < N; ++k) data.at[k] += down[k];
+    }
+  }
+};
+
+// Contiguous rows, of which input kSame has the first element only. Operands are distinct memory or the very same
 // (overlap.h), so iterations are independent.
 template <size_t kOut, size_t kIn, size_t kSame, class T, class Op>
-void contiguous(const Pointers<T, kOut + kIn>& data, int64_t n, const Op& op) {
+void contiguous(const Pointers<T, kOut + kIn>& data, const Stack<kOut + kIn>& rows, const Op& op) {
   using V = typename Compute<T>::type;
-  auto body = [&] {
+  const auto row = [&](const Pointers<T, kOut + kIn>& data) {
     V same{};
     if constexpr (kSame < kIn) same = load(*data.at[kOut + kSame]);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = 0; i < rows.size; ++i) {
       V in[kIn], out[kOut];
       for (size_t k = 0; k < kIn; ++k) in[k] = k == kSame ? same : load(data.at[kOut + k][i]);
       op(in, out);
       for (size_t k = 0; k < kOut; ++k) store(data.at[k][i], out[k]);
     }
   };
+  const auto body = [&] { rows.each(data, row); };
   std::is_same_v<T, V> ? simd::run_on_memory(body) : simd::run(body);  // Conversions take longer than reading.
 }
 
 // The same for an input that is known at run time; kIn: none.
 template <size_t kOut, size_t kIn, class T, class Op>
-void contiguous(const Pointers<T, kOut + kIn>& data, size_t same, int64_t n, const Op& op) {
+void contiguous(const Pointers<T, kOut + kIn>& data, size_t same, const Stack<kOut + kIn>& rows, const Op& op) {
   [&]<size_t... kSame>(std::index_sequence<kSame...>) {
-    static_cast<void>(((kSame == same && (contiguous<kOut, kIn, kSame>(data, n, op), true)) || ...));
+    static_cast<void>(((kSame == same && (contiguous<kOut, kIn, kSame>(data, rows, op), true)) || ...));
   }(std::make_index_sequence<kIn + 1>());
 }
 
@@ -71,7 +88,7 @@ void row(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, c
         load_strided(at, steps[k], buffers[k], size);
       }
     }
-    contiguous<kOut, kIn, kIn>(block, size, op);
+    contiguous<kOut, kIn, kIn>(block, {size}, op);
     for (size_t k = 0; k < kOut; ++k) {
       if (in_place(k)) continue;
       T* at = data.at[k] + begin * steps[k];
@@ -86,13 +103,16 @@ void row(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, c
 
 // The same where operands have the type of the computation and gain nothing from being copied together.
 template <size_t kOut, size_t kIn, class T, class Op>
-void strided(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, const Op& op) {
-  for (int64_t i = 0; i < n; ++i) {
-    T in[kIn], out[kOut];
-    for (size_t k = 0; k < kIn; ++k) in[k] = data.at[kOut + k][i * steps[kOut + k]];
-    op(in, out);
-    for (size_t k = 0; k < kOut; ++k) data.at[k][i * steps[k]] = out[k];
-  }
+void strided(const Pointers<T, kOut + kIn>& data, const int64_t* steps, const Stack<kOut + kIn>& rows, const Op& op) {
+  const auto row = [&](const Pointers<T, kOut + kIn>& data) {
+    for (int64_t i = 0; i < rows.size; ++i) {
+      T in[kIn], out[kOut];
+      for (size_t k = 0; k < kIn; ++k) in[k] = data.at[kOut + k][i * steps[kOut + k]];
+      op(in, out);
+      for (size_t k = 0; k < kOut; ++k) data.at[k][i * steps[k]] = out[k];
+    }
+  };
+  simd::run([&] { rows.each(data, row); });
 }
 
 template <size_t kOut, size_t kIn, class T, class Op>
@@ -116,17 +136,23 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
     apart = apart || steps[k] > 1;
   }
   for (int64_t done = begin; done < end;) {
-    const int64_t n = std::min(loop.sizes[0] - index[0], end - done);
-    if (unit) {
-      contiguous<kOut, kIn>(data, same, n, op);
-    } else if (kComputesInT && apart) {
-      if constexpr (kComputesInT) simd::run([&] { strided<kOut, kIn>(data, steps, n, op); });
-    } else {
-      row<kOut, kIn>(data, steps, n, op);
+    Stack<N> part{std::min(loop.sizes[0] - index[0], end - done)};
+    if (part.size == loop.sizes[0] && loop.ndim > 1) {
+      part.count = std::min(loop.sizes[1] - index[1], (end - done) / part.size);
+      for (size_t k = 0; k < N; ++k) part.down[k] = loop.strides[k][1];
     }
-    done += n;
-    index[0] += n;
-    for (size_t k = 0; k < N; ++k) data.at[k] += n * steps[k];
+    if (unit) {
+      contiguous<kOut, kIn>(data, same, part, op);
+    } else if (kComputesInT && apart) {
+      if constexpr (kComputesInT) strided<kOut, kIn>(data, steps, part, op);
+    } else {
+      part.each(data, [&](const Pointers<T, N>& data) { row<kOut, kIn>(data, steps, part.size, op); });
+    }
+    done += part.size * part.count;
+    // To the end of the last row.
+    index[0] += part.size;
+    if (part.count > 1) index[1] += part.count - 1;
+    for (size_t k = 0; k < N; ++k) data.at[k] += part.size * steps[k] + (part.count - 1) * part.down[k];
     for (int d = 0; d + 1 < loop.ndim && index[d] == loop.sizes[d]; ++d) {
       index[d] = 0;
       ++index[d + 1];
