@@ -11,7 +11,7 @@ from torch.nn.functional import conv1d, pad
 
 import extension_cpp
 from benchmarks.contenders import backward, compiled, graphed
-from benchmarks.harness import OURS, Case, Function
+from benchmarks.harness import OURS, TOLERANCES, Case, Function, Grid
 from extension_cpp.ops._operator import reference_of
 
 SIZES = {
@@ -20,6 +20,7 @@ SIZES = {
 }
 STEPS = {"cpu": (16, 64), "cuda": (16, 64, 1024)}  # of a curve that has one of the sizes on it
 TAPS = 3
+GRID = (1, 4, 16, 64, 256, 1024)
 
 
 def step(h: Tensor, x_t: Tensor, kernel: Tensor) -> Tensor:
@@ -106,7 +107,24 @@ def both(device: str, dtype: torch.dtype, size: tuple[int, int, int], taps: int 
         yield Case("convrnn_forward", device, graphs, workload="forward and backward as a CUDA graph", **trained)
 
 
-def cases(device: str) -> Iterator[Case]:
+def grid(device: str) -> Grid:
+    """All sizes that the loop takes some milliseconds for."""
+    dtype, most_steps, most = torch.float32, 64, 2**24 if device == "cuda" else 2**18
+    return Grid(
+        "convrnn_forward",
+        device,
+        dtype,
+        ("B", "T", "H"),
+        GRID,
+        extension_cpp.convrnn_forward,
+        ("loop", loop(step)),
+        lambda *size: inputs(device, dtype, size, TAPS),
+        lambda b, t, h: t <= most_steps and h >= TAPS and b * t * h <= most,
+        lambda *size: 10 * TOLERANCES[dtype],
+    )
+
+
+def cases(device: str) -> Iterator[Case | Grid]:
     """All cases of a device."""
     torch.backends.cudnn.allow_tf32 = False  # The loop, too, is to compute in float32.
     batch, _, width = on_curve = (32, 256, 512)
@@ -122,3 +140,4 @@ def cases(device: str) -> Iterator[Case]:
         yield next(both(device, torch.float32, (1, 2048, 4096)))
     # In bfloat16 the loop's sums over time are too far off to be compared.
     yield next(both(device, torch.bfloat16, on_curve))
+    yield grid(device)

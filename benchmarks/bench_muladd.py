@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -10,11 +11,12 @@ from torch import Tensor
 
 import extension_cpp
 from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, calls, compiled, graphed, sizes, vectors
-from benchmarks.harness import OURS, Case, Function, time_calls
+from benchmarks.harness import OURS, Case, Function, Grid, time_calls
 from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import reference_of
 
 FRESH = (26,)  # On the CPU: what memory that is fresh for every result costs.
+GRID = (1, 3, 16, 64, 500, 1000, 4096)
 LEAST_GRAPH = 20  # Below, a CUDA graph shows the time of its launch.
 C = 1.5
 
@@ -199,6 +201,27 @@ def layouts(device: str, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
+def permuted(device: str, dtype: torch.dtype) -> Grid:
+    """Tensors of all shapes, of which the other one's dimensions lie in another order."""
+    most = 2**27 if device == "cuda" else 2**22
+
+    def inputs(a: int, b: int, c: int) -> tuple[Tensor, Tensor]:
+        other = torch.randn(b, c, a, device=device).to(dtype)
+        return torch.randn(a, b, c, device=device).to(dtype), other.permute(2, 0, 1)
+
+    return Grid(
+        "mymul",
+        device,
+        dtype,
+        ("A", "B", "C"),
+        GRID,
+        extension_cpp.mymul,
+        ("torch.mul", torch.mul),
+        inputs,
+        lambda *sizes: math.prod(sizes) <= most,
+    )
+
+
 def call(device: str) -> Case:
     inputs = vectors(device, torch.float32, 16, 2)
     return Case(
@@ -214,7 +237,7 @@ def call(device: str) -> Case:
     )
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[Case | Grid]:
     """All cases of a device."""
     yield call(device)
     sixteen = vectors(device, torch.float32, 16, 2)
@@ -236,3 +259,4 @@ def cases(device: str) -> Iterator[Case]:
         for log2 in sizes(device, dtype) if device == "cuda" else sizes(device, dtype)[-2:]:
             yield from training(device, dtype, log2)
         yield from layouts(device, dtype)
+    yield permuted(device, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import extension_cpp
 from benchmarks.contenders import compiled_cpp, graphed
-from benchmarks.harness import OURS, Case, reported
+from benchmarks.harness import OURS, Case, Grid, reported
 from extension_cpp.ops._operator import reference_of
 
 try:
@@ -20,6 +20,7 @@ except Exception:  # Absent, or made for another torch.
 
 SIZES = {"cpu": (100, 1_000, 5_000, 20_000), "cuda": (100, 300, 1_000, 2_000, 4_096, 10_000, 20_000, 100_000)}
 FIELDS = (1_000, 10_000)
+GRID = (10, 100, 1_000, 10_000)
 THRESHOLD = 0.5
 CLASSES = 80
 
@@ -94,9 +95,9 @@ def boxes_with_outliers(n: int) -> tuple[Tensor, Tensor]:
     return boxes, scores
 
 
-def boxes_of_all_sizes(n: int, field: float) -> tuple[Tensor, Tensor]:
+def boxes_of_all_sizes(n: int, field: float, most: float = 1_000) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    low, side = torch.rand(n, 2, generator=generator) * field, 1 + 999 * torch.rand(n, 2, generator=generator)
+    low, side = torch.rand(n, 2, generator=generator) * field, 1 + (most - 1) * torch.rand(n, 2, generator=generator)
     return torch.cat([low, low + side], 1).round(), torch.randperm(n, generator=generator).float()
 
 
@@ -215,7 +216,31 @@ def memory(n: int) -> Case:
     return Case("nms", "cuda", {OURS: measured}, made, dtype=torch.float32, size=f"{n:,}", **extra)
 
 
-def cases(device: str) -> Iterator[Case]:
+def grid(device: str) -> Grid:
+    """From few boxes far apart to many that all overlap. Of larger sides areas are rounded, and peers fuse products."""
+
+    def inputs(n: int, field: int, side: int) -> tuple[Tensor, Tensor]:
+        boxes, scores = boxes_of_all_sizes(n, field, side)
+        return boxes.to(device), scores.to(device)
+
+    def ours(boxes: Tensor, scores: Tensor) -> Tensor:
+        return extension_cpp.nms(boxes, scores, THRESHOLD)
+
+    name, (peer, _) = next((name, pair) for name, pair in peers(device).items() if name != OURS)
+    return Grid(
+        "nms",
+        device,
+        torch.float32,
+        ("boxes", "field", "side"),
+        GRID,
+        ours,
+        (name, lambda boxes, scores: peer(boxes, scores, THRESHOLD)),
+        inputs,
+        lambda n, field, side: side <= 1_000,
+    )
+
+
+def cases(device: str) -> Iterator[Case | Grid]:
     """All cases of a device."""
     for field in FIELDS:
         # Of the wide field nearly all boxes stay, and for each the reference takes a step; so it does for each of a chain.
@@ -248,3 +273,5 @@ def cases(device: str) -> Iterator[Case]:
         for field in (1_000, 10_000):
             boxes = f"of sides from 1 to 1,000 in a field of {field:,}"
             yield large(lambda field=field: boxes_of_all_sizes(200_000, field), 200_000, boxes, threshold=0.05)
+    if len(peers(device)) > 1:
+        yield grid(device)

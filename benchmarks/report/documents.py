@@ -121,7 +121,7 @@ def grids(found: list[Results]) -> str:
     mapped = [(results, each) for results in found for each in results.grids()]
     if not mapped:
         return ""
-    text = "\n## Grids\n\nA thousand sizes, each timed briefly next to one peer. A cell says how many times longer than ours"
+    text = "\n## Grids\n\nVery many sizes, each timed briefly next to one peer. A cell says how many times longer than ours"
     text += " the peer takes, by\nthe fastest of eight calls of each. Small cells vary by a tenth from run to run.\n\n"
     text += head("operator", "on", "grid", "cells", "geometric mean", "worst", "the worst cell", f"below {BEHIND}")
     for results, each in mapped:
