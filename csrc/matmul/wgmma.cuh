@@ -16,9 +16,9 @@
 
 namespace extension_cpp::matmul::hopper {
 
-// Whether this is the one lane of a warp, all of whose lanes ask, that does what one is to do. Of a condition of
-// another kind ptxas doesn't know that it leaves a single lane: it makes a loop over lanes of each instruction whose
-// operands the warp has to share, as those of copies, which takes longer than the instruction.
+// True in one lane of a warp, all of whose lanes call it. Of other conditions, as threadIdx.x == 0, ptxas doesn't know
+// that they leave a single lane: it puts a loop over the lanes around each copy and each barrier that is made, which
+// takes longer than the instruction.
 __device__ __forceinline__ bool is_elected() {
   uint32_t elected;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.b32 %0, 1, 0, one;\n}" : "=r"(elected));
