@@ -32,6 +32,7 @@ const Device& current_device(const Launch& launch, int index) {
     cudaFuncAttributes code;
     launch.check(cudaFuncGetAttributes(&code, mma_kernel<__half>));
     launch.check(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, index));
+    launch.check(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
     device.architecture = code.ptxVersion;
     device.hopper = hopper::has_code();
     known = index;

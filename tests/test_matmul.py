@@ -207,6 +207,16 @@ class TestValues:
                     got = extension_cpp.matmul(x, y)
                     assert same_bits(got, want), f"{tuple(x.shape)} {x.stride()} by {tuple(y.shape)} {y.stride()}"
 
+    def test_sign_of_zero(self, device, dtype):
+        """Products that underflow are -0 here, or their sum is rounded to it: nothing that a layout adds makes it +0."""
+        tiny = {torch.float64: 1e-200, torch.float16: 2.0**-24}.get(dtype, 1e-30)
+        for m, k, n in ((1, 256, 100), (1, 2000, 500), (1, 100_003, 3), (5, 1000, 40), (300, 264, 200), (40, 20_000, 33)):
+            a = torch.full((m, k), -tiny, device=device, dtype=dtype)
+            b = torch.full((k, n), tiny, device=device, dtype=dtype)
+            want = extension_cpp.matmul(a, b)
+            for x, y in itertools.product([a, *views(a)], [b, *views(b)]):
+                assert same_bits(extension_cpp.matmul(x, y), want), f"{(m, k, n)}: {x.stride()} and {y.stride()}"
+
     def test_cancellation(self, device, dtype):
         """Sums whose terms cancel, where an error relative to the result says nothing."""
         a, b = factors(device, dtype, 33, 400, 35)

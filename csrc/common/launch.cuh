@@ -2,7 +2,9 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime.h>
@@ -55,14 +57,6 @@ inline std::string architecture(int device) {
   return std::to_string(major) + '.' + std::to_string(minor);
 }
 
-// Bytes of shared memory of a launch, and the most that any launch of its kernel has.
-struct SharedBytes {
-  size_t now, most;
-
-  SharedBytes(size_t bytes) : now(bytes), most(bytes) {}
-  SharedBytes(size_t now, size_t most) : now(now), most(most) {}
-};
-
 // While it lives, the tensor's device is current; the launch goes to PyTorch's current stream of that device.
 class Launch {
  public:
@@ -87,7 +81,7 @@ class Launch {
   // read or write memory.
   template <class... Parameters, class... Arguments>
   void clusters(
-      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, SharedBytes shared, bool early,
+      void (*kernel)(Parameters...), int64_t blocks, int cluster, int threads, size_t shared_bytes, bool early,
       const Arguments&... arguments) {
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -95,7 +89,7 @@ class Launch {
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = cluster;
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    extended(kernel, blocks, threads, shared, attributes, cluster > 1 ? 2 : 1, arguments...);
+    extended(kernel, blocks, threads, shared_bytes, attributes, cluster > 1 ? 2 : 1, arguments...);
   }
 
   // The same with all blocks on the device at the same time, so that they may wait for each other.
@@ -121,12 +115,16 @@ class Launch {
   }
 
   // A kernel has no more than 48 KiB of shared memory unless it asks for it: of these bytes, and of up to 32 KiB that
-  // it declares itself.
+  // it declares itself. What it may have only grows, as another thread may be about to launch it with more.
   template <class Kernel>
   void allow_shared(Kernel* kernel, size_t bytes) {
     constexpr size_t kGranted = 16 * 1024;
     if (bytes <= kGranted) return;
+    const std::lock_guard lock(allowed().mutex);
+    size_t& most = allowed().bytes[{reinterpret_cast<const void*>(kernel), device_}];
+    if (bytes <= most) return;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    most = bytes;
   }
 
   void zero(void* memory, size_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
@@ -156,16 +154,26 @@ class Launch {
   }
 
  private:
+  struct Allowed {
+    std::mutex mutex;
+    std::map<std::pair<const void*, int>, size_t> bytes;  // of a kernel on a device
+  };
+
+  static Allowed& allowed() {
+    static auto* const allowed = new Allowed;  // Never destroyed, as a thread may outlive what is.
+    return *allowed;
+  }
+
   template <class... Parameters, class... Arguments>
   void extended(
-      void (*kernel)(Parameters...), int64_t blocks, int threads, SharedBytes shared, cudaLaunchAttribute* attributes,
+      void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes, cudaLaunchAttribute* attributes,
       int count, const Arguments&... arguments) {
     if (blocks > 0x7fffffff) fail(op_, "the tensors are too large for one launch: ", blocks, " blocks");
-    allow_shared(kernel, shared.most);
+    allow_shared(kernel, shared_bytes);
     cudaLaunchConfig_t config{};
     config.gridDim = static_cast<unsigned>(blocks);
     config.blockDim = threads;
-    config.dynamicSmemBytes = shared.now;
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
     config.attrs = attributes;
     config.numAttrs = count;

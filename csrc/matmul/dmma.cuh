@@ -19,7 +19,8 @@ struct Dmma {
   static constexpr int kM = kM_, kN = kN_, kK = 16, kRows = kRows_, kColumns = kColumns_, kStages = kStages_;
   static constexpr int kBlocks = kBlocks_, kWarpsN = kN / kColumns, kThreads = 32 * (kM / kRows) * kWarpsN;
   static constexpr int kRowBytes = kK * sizeof(double), kStageBytes = (kM + kN) * kRowBytes;
-  static_assert(kM * kN * sizeof(double) <= kStages * kStageBytes);  // Where sums are exchanged.
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static_assert(kM * kN * sizeof(double) <= kSharedBytes);  // Where sums are exchanged.
 };
 
 // A thread's share of kSize rows of a factor, from row `first` on, over 16 of k at a time. Elements are counted so that
@@ -244,21 +245,20 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
 template <class S>
 void run_dmma(Launch& launch, const Product<double, double>& product, const Plan& plan) {
-  constexpr size_t kBytes = S::kStages * S::kStageBytes;
   Tiling tiling = plan.tiling;
   tiling.tiles_m = ceil_div(product.m, S::kM), tiling.tiles_n = ceil_div(product.n, S::kN);
   const TileOrder order(tiling, plan.in_cluster);
   if (plan.in_cluster) {
     const int splits = static_cast<int>(tiling.splits());
-    launch.clusters(dmma_kernel<S>, tiling.count(), splits, S::kThreads, kBytes, false, product, order);
+    launch.clusters(dmma_kernel<S>, tiling.count(), splits, S::kThreads, S::kSharedBytes, false, product, order);
   } else {
-    launch(dmma_kernel<S>, tiling.count(), S::kThreads, kBytes, product, order);
+    launch(dmma_kernel<S>, tiling.count(), S::kThreads, S::kSharedBytes, product, order);
   }
 }
 
 template <class S>
 constexpr TileModel dmma_model(double rate) {
-  return {S::kM, S::kN, S::kK, S::kThreads / 32, S::kBlocks, rate, 8};
+  return {S::kM, S::kN, S::kK, S::kThreads / 32, S::kBlocks, rate, 8, 1, S::kSharedBytes};
 }
 
 inline void mma(Launch& launch, const View& like, const Product<double, double>& product, const Device& device) {

@@ -584,11 +584,9 @@ void launch_tiles(
   const int64_t clusters =
       split_in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster * H::kBlocks);
   const Memory memory = memory_of<H>(tiling, clusters * H::kCluster, split_in_cluster, processors);
-  constexpr size_t kMost = kAlignment + kSharedBytes + kBarrierBytes;
   launch.clusters(
       kernel, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster, H::kThreads,
-      {static_cast<size_t>(kAlignment + memory.bytes + kBarrierBytes), kMost}, true,
-      TileOrder(tiling, split_in_cluster), memory, arguments...);
+      kAlignment + memory.bytes + kBarrierBytes, true, TileOrder(tiling, split_in_cluster), memory, arguments...);
 }
 
 template <class H>

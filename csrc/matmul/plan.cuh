@@ -12,7 +12,7 @@ namespace extension_cpp::matmul {
 // What a plan depends on.
 struct Device {
   int architecture = 0;  // That the code for it was compiled for, which is an older one where it runs PTX.
-  int processors = 0;
+  int processors = 0, shared_bytes = 0;  // The latter of a block.
   bool hopper = false;
 
   bool has_clusters() const { return architecture >= 90; }
@@ -27,6 +27,7 @@ struct TileModel {
   double rate;  // multiply-adds a nanosecond, of a multiprocessor that has enough warps
   int enough_warps;
   int processors = 1;  // that work on a tile together
+  int shared_bytes = 0;  // of a block, where not every device has them
 };
 
 // What else takes time: nanoseconds, and bytes a nanosecond. Fitted to measured products, for the best tile to come
@@ -83,6 +84,7 @@ Plan plan(
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
+    if (shape.shared_bytes > device.shared_bytes) continue;
     // Whether memory takes longer than multiplying, and so long that what blocks read twice is not in the cache.
     const bool streams = memory > kLeastOfStream &&
                          memory * shape.rate * device.processors > static_cast<double>(m) * n * k * shape.processors;

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kVectorThreads) vector_kernel(
         V more[kOfThread];
 #pragma unroll
         for (int w = 0; w < kOfThread; ++w) {
-          more[w] = w * kOfWarp < classes ? shared[r * kVectorThreads + thread + w * kOfWarp] : V(0);
+          more[w] = w * kOfWarp < classes ? shared[r * kVectorThreads + thread + w * kOfWarp] : V(-0.0);
         }
         sums[r] = sum_of_eight(more);
       }
