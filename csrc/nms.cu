@@ -103,8 +103,8 @@ void select_many(
   const View& boxes = call.views[0];
   const int64_t n = boxes.sizes[0], blocks = ceil_div(n, kThreads);
   const bool has_grid = threshold.prunes, batched = classes.values != nullptr;
-  const Grid<V> grid = grid_for<V>(n, batched);
-  const int64_t cells = has_grid ? grid.count() : 0;
+  const Grid<V> grid = has_grid ? grid_for<V>(n, batched, threshold.iou) : Grid<V>();
+  const int64_t cells = grid.count();
   const Tensor memory = scratch(boxes, Work<V>(nullptr, n, cells, batched).bytes);
   const Work<V> work(memory.mutable_data_ptr(), n, cells, batched);
   const Tensor order_of = visiting_order(
@@ -121,9 +121,15 @@ void select_many(
   }
   launch(
       batched ? resolve_kernel<true, V> : resolve_kernel<false, V>, ceil_div(n, kResolveThreads / kWarp),
-      kResolveThreads, 0, static_cast<uint32_t>(n), has_grid, threshold, work);
+      kResolveThreads, 0, static_cast<uint32_t>(n), grid, threshold, work);
   const int64_t part = scan_part(n);
   launch(compact_kernel, ceil_div(n, part), kScanThreads, 0, work.status, order, n, part, out.indices, out.count);
+}
+
+void check_count(const Call<3>& call) {
+  const View& boxes = call.views[0];
+  if (boxes.sizes[0] >= kIsKept)
+    fail(boxes.op, "on CUDA, boxes must be fewer than ", kIsKept, ", got ", boxes.sizes[0]);
 }
 
 void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
@@ -154,6 +160,7 @@ Tensor first_of(const Tensor& all, int64_t count) {
 
 Tensor keep(const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
   const Call<3> call(op, {&boxes, &scores, idxs});
+  check_count(call);
   Launch launch(op.name(), call.views[0]);
   if (launch.is_capturing()) {
     fail(op.name(), "the size of its result is not known inside a CUDA graph; nms_padded has one that is");
@@ -176,6 +183,7 @@ Tensor batched_nms(const Tensor& boxes, const Tensor& scores, const Tensor& idxs
 std::tuple<Tensor, Tensor> nms_padded(
     const Tensor& boxes, const Tensor& scores, double iou_threshold, const std::optional<Tensor>& idxs) {
   const Call<3> call(kNmsPadded, {&boxes, &scores, idxs ? &*idxs : nullptr});
+  check_count(call);
   const View& view = call.views[0];
   Launch launch(kNmsPadded.name(), view);
   const Tensor indices = empty(view, aoti_torch_dtype_int64(), call["N"]);

@@ -210,7 +210,8 @@ class TestValues:
     def test_sign_of_zero(self, device, dtype):
         """Products that underflow are -0 here, or their sum is rounded to it: nothing that a layout adds makes it +0."""
         tiny = {torch.float64: 1e-200, torch.float16: 2.0**-24}.get(dtype, 1e-30)
-        for m, k, n in ((1, 256, 100), (1, 2000, 500), (1, 100_003, 3), (5, 1000, 40), (300, 264, 200), (40, 20_000, 33)):
+        sizes = [(1, 256, 100), (1, 2000, 500), (1, 100_003, 3), (5, 1000, 40), (300, 264, 200), (40, 20_000, 33)]
+        for m, k, n in sizes:
             a = torch.full((m, k), -tiny, device=device, dtype=dtype)
             b = torch.full((k, n), tiny, device=device, dtype=dtype)
             want = extension_cpp.matmul(a, b)

@@ -274,6 +274,20 @@ class TestAgainstTheDefinition:
         want = plain_nms(boxes, scores, iou_threshold)
         assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
 
+    @pytest.mark.parametrize("iou_threshold", [0.04, 0.3, 0.5, 0.9, 1.0])
+    def test_ratios_of_areas(self, device, iou_threshold):
+        """Pairs of boxes of all sizes, one within the other, whose IoU is just above the threshold or just below."""
+        generator = torch.Generator().manual_seed(0)
+        at = torch.arange(2200)
+        low = 100.0 * torch.stack([at % 47, at // 47], 1)
+        outer = torch.cat([low, low + 2 ** (12 * torch.rand(2200, 1, generator=generator) - 6)], 1)
+        inner, ratio = outer.clone(), iou_threshold * (1 + 1e-3 * torch.randn(2200, generator=generator))
+        inner[:, 3] = outer[:, 1] + (outer[:, 3] - outer[:, 1]) * ratio
+        boxes, scores = torch.cat([outer, inner]).to(device), torch.rand(4400, generator=generator).to(device)
+        want = plain_nms(boxes, scores, iou_threshold)
+        assert 2500 < len(want) < 4000 or iou_threshold == 1
+        assert extension_cpp.nms(boxes, scores, iou_threshold).tolist() == want
+
     def test_large_sets(self, device):
         """200 far copies of one small set, whose results are known from one."""
         boxes, scores = grid_boxes(1000, seed=5)
@@ -479,6 +493,11 @@ class TestCuda:
             want = extension_cpp.nms_padded(boxes, scores, 0.5)
             assert all(torch.equal(got, result) for got, result in zip(results, want))
             scores.copy_(scores.roll(1))
+
+    def test_most_boxes(self):
+        boxes, scores = torch.zeros(1, 4, device="cuda").expand(2**31, 4), torch.zeros(1, device="cuda").expand(2**31)
+        with pytest.raises(RuntimeError, match="nms: on CUDA, boxes must be fewer than 2147483648, got 2147483648"):
+            extension_cpp.nms(boxes, scores, 0.5)
 
     def test_capture_is_refused(self):
         boxes, scores = (t.cuda() for t in grid_boxes(10))

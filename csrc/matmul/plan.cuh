@@ -26,7 +26,7 @@ struct TileModel {
   int blocks;   // that a multiprocessor holds
   double rate;  // multiply-adds a nanosecond, of a multiprocessor that has enough warps
   int enough_warps;
-  int processors = 1;  // that work on a tile together
+  int processors = 1;    // that work on a tile together
   int shared_bytes = 0;  // of a block, where not every device has them
 };
 

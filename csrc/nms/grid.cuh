@@ -2,7 +2,7 @@
 //
 // Sorted by score, a box's rank is its place in the order of visits. Fit makes the grid; prepare_kernel brings the
 // boxes into order and counts those in each cell; scan_kernel adds up the counts; scatter_kernel puts the boxes in
-// order of cells, where what is near a box is a few runs of consecutive entries, and finds the cells of these.
+// order of cells, where what is near a box is some runs of consecutive entries, and finds the cells of these.
 // resolve_kernel decides each box, a warp a box; compact_kernel writes the indices of those kept. Where less lies
 // before a box than near it, as among boxes that all overlap, it looks at what is before it, from the first rank on:
 // most of the boxes kept are there. With a threshold below zero that is all there is to do.
@@ -24,23 +24,39 @@ namespace {
 
 constexpr int kThreads = 256, kResolveThreads = 128, kFitThreads = 1024;
 constexpr uint32_t kNone = 0xffffffff, kMostListed = 4096;
+constexpr uint32_t kIsKept = 1u << 31;  // next to a rank, which is less
 
 enum : uint8_t { kUndecided = 0, kKept = 1, kDropped = 2 };
 
 // The axes are cut where the boxes of a sample are, into segments with as many of them each: so a few boxes far off the
 // others, or most boxes in a small part of the field, leave no cell with nearly all boxes. Classes share groups, of
-// which each has a part of the cells.
+// which each has a part of the cells; and so do sizes. As an intersection is no larger than either box, and the union
+// no smaller, an IoU > t takes areas whose ratio is above t and below 1 / t: sizes lie so far apart, and a box
+// suppresses others of its own size and of the two next to it. Every `sizes` of them one shares its cells.
 template <class V>
 struct Grid {
-  // The cell at the beginning of a row.
-  __device__ __forceinline__ uint32_t first(int64_t class_of_box, int row) const {
-    const uint32_t group = static_cast<uint64_t>(class_of_box) % groups;
-    return (group * y.count() + row) * x.count();
+  // The size that a box has: an area of 0, or one that isn't finite, may have any.
+  __device__ __forceinline__ uint32_t size(V area) const {
+    float octave;
+    if constexpr (sizeof(V) == 4) {
+      octave = __log2f(area);
+    } else {
+      octave = static_cast<float>(log2(area));
+    }
+    return static_cast<int>(floorf(octave * sizes_per_octave)) & (sizes - 1);
   }
 
-  int64_t count() const { return groups * x.count() * y.count(); }
+  // The cell at the beginning of a row.
+  __device__ __forceinline__ uint32_t first(int64_t class_of_box, uint32_t size, uint32_t row) const {
+    const uint32_t group = static_cast<uint64_t>(class_of_box) % groups;
+    return ((group * sizes + size) * y.count() + row) * x.count();
+  }
 
-  int64_t groups = 0;  // None without a grid. Of 64 bits, so that no padding follows, which kernels would copy.
+  int64_t count() const { return groups * sizes * x.count() * y.count(); }
+
+  int64_t groups = 0;          // None without a grid. Of 64 bits, so that no padding follows, which kernels would copy.
+  int sizes = 1;               // a power of two
+  float sizes_per_octave = 0;  // of areas
   Axis<V> x, y;
 };
 
@@ -55,11 +71,18 @@ Axis<V> axis_of(int64_t cells) {
 }
 
 template <class V>
-Grid<V> grid_for(int64_t n, bool batched) {
-  constexpr int64_t kMostCells = 1 << 22, kColumnsPerRow = 8, kGroups = 64;
+Grid<V> grid_for(int64_t n, bool batched, double threshold) {
+  constexpr int64_t kMostCells = 1 << 22, kColumnsPerRow = 4, kGroups = 64;
+  constexpr double kLeastForSizes = 0.03;  // Below, all boxes are of a few sizes.
+  constexpr double kSlack = 1.0 / 1024;    // For rounding, of which there is much less.
   Grid<V> grid;
   grid.groups = batched ? kGroups : 1;
-  const int64_t count = std::min(n, kMostCells) / grid.groups;
+  if (threshold >= kLeastForSizes && !batched) {
+    grid.sizes = 16;
+    const double octaves = std::max(0.0, -std::log2(threshold));
+    grid.sizes_per_octave = static_cast<float>(1 / (octaves * (1 + kSlack) + kSlack));
+  }
+  const int64_t count = std::min(n, kMostCells) / (grid.groups * grid.sizes);
   grid.y = axis_of<V>(std::sqrt(count / kColumnsPerRow));
   grid.x = axis_of<V>(count / grid.y.count());
   return grid;
@@ -67,7 +90,7 @@ Grid<V> grid_for(int64_t n, bool batched) {
 
 // Cells that hold what is near a box: columns from `left` to before `right`, rows from `top` to before `bottom`.
 struct alignas(16) Window {
-  int left, right, top, bottom;
+  uint32_t left, right, top, bottom;
 };
 
 // Device memory, of one allocation; without a base, only how much of it.
@@ -107,10 +130,11 @@ struct Work {
   uint32_t *listed, *list;  // How many, and ranks of boxes that are kept, plus one, as they come.
   uint32_t *counts, *starts;
   Grid<V>* grid;
-  Box<V>*ranked, *entries;               // in order of rank, and of cell
-  int64_t *classes, *entry_classes;      // the same
-  uint32_t *entry_ranks, *cell, *place;  // of ranks: the cell, and the place in it
-  Window* windows;                       // of ranks, as are these:
+  Box<V>*ranked, *entries;           // in order of rank, and of cell
+  int64_t *classes, *entry_classes;  // the same
+  uint32_t* entry_ranks;             // with kIsKept once the box is kept, kNone once it is dropped
+  uint32_t *cell, *place;            // of ranks: the cell, and the place in it, later among all entries
+  Window* windows;                   // of ranks, as are these:
   uint8_t* status;
 };
 
@@ -167,7 +191,10 @@ class Fit {
  private:
   __device__ void sample(Shared& shared) const {
     const int i = threadIdx.x;
-    if (i == 0) shared.taking_part = 0, out->groups = grid.groups;
+    if (i == 0) {
+      shared.taking_part = 0;
+      out->groups = grid.groups, out->sizes = grid.sizes, out->sizes_per_octave = grid.sizes_per_octave;
+    }
     __syncthreads();
     if (i < kSample) {
       const Box<V> box = source.box(i * n / kSample);
@@ -243,7 +270,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
   if constexpr (kGrid) {
     uint32_t cell = kNone;
     if (takes_part) {
-      cell = grid.first(class_of_box, grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
+      cell =
+          grid.first(class_of_box, grid.size(area(box)), grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
       work.place[rank] = atomicAdd(work.counts + cell, 1u);
       raise(work.greatest_side, box.x2 - box.x1);
       raise(work.greatest_side + 1, box.y2 - box.y1);
@@ -258,25 +286,34 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Grid<V> grid;
   copy_grid(work.grid, grid);
   const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (rank >= n || work.cell[rank] == kNone) return;
+  if (rank >= n) return;
+  if (work.cell[rank] == kNone) {
+    work.windows[rank] = {}, work.place[rank] = kNone;
+    return;
+  }
   const uint32_t at = work.starts[work.cell[rank]] + work.place[rank];
   const Box<V> box = work.ranked[rank];
   const auto x = reach(threshold, box.x1, box.x2, area(box), from_bits(work.greatest_side[0]));
   const auto y = reach(threshold, box.y1, box.y2, area(box), from_bits(work.greatest_side[1]));
-  work.windows[rank] = {grid.x.cell(x.low), grid.x.cell(x.high) + 1, grid.y.cell(y.low), grid.y.cell(y.high) + 1};
+  const auto cells = [](const Axis<V>& axis, const Interval<V>& interval) {
+    return uint2{static_cast<uint32_t>(axis.cell(interval.low)), static_cast<uint32_t>(axis.cell(interval.high)) + 1};
+  };
+  const uint2 columns = cells(grid.x, x), rows = cells(grid.y, y);
+  work.windows[rank] = {columns.x, columns.y, rows.x, rows.y};
   work.entries[at] = box;
   work.entry_ranks[at] = rank;
+  work.place[rank] = at;
   if (batched) work.entry_classes[at] = work.classes[rank];
 }
 
-// Blocks of resolve_kernel that a multiprocessor holds at least, as far as registers go: most warps wait. Turing holds
-// no more threads; and of float64 ptxas would spill registers.
+// Blocks of resolve_kernel that a multiprocessor holds at least, as far as registers go: most warps wait. With more of
+// them ptxas spills registers, as it would of float64; Turing holds no more threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 template <class V>
 constexpr int kResolveBlocks = 1;
 #else
 template <class V>
-constexpr int kResolveBlocks = sizeof(V) == 4 ? 10 : 1;
+constexpr int kResolveBlocks = sizeof(V) == 4 ? 8 : 1;
 #endif
 
 // A block draws as many ranks as it has warps, and a warp decides a rank: few of them, as another block takes its place
@@ -284,11 +321,13 @@ constexpr int kResolveBlocks = sizeof(V) == 4 ? 10 : 1;
 // too early only costs time.
 template <bool kBatched, class V>
 __global__ void __launch_bounds__(kResolveThreads, kResolveBlocks<V>)
-    resolve_kernel(uint32_t n, bool has_grid, Threshold<V> threshold, Work<V> work) {
+    resolve_kernel(uint32_t n, Grid<V> grid, Threshold<V> threshold, Work<V> work) {
   constexpr uint32_t kRanks = kResolveThreads / kWarp;
   constexpr uint32_t kChunk = 8 * kWarp;  // Between two a warp looks whether it is done.
   constexpr uint32_t kLong = 16384;
+  constexpr uint32_t kPart = kWarp * kWarp;  // numbers of entries that a warp has bits for
   constexpr int kLooks = 8;  // of a lane that waits, before it asks what the others saw: most wait for one alone
+  __shared__ uint32_t begins_of_warps[kRanks][kWarp], offsets_of_warps[kRanks][kWarp];
   __shared__ uint32_t drawn;
   __shared__ uint8_t
       decided[kRanks];  // As work.status, of the block's own ranks, which wait for one another in chains.
@@ -296,48 +335,75 @@ __global__ void __launch_bounds__(kResolveThreads, kResolveBlocks<V>)
   if (threadIdx.x < kRanks) decided[threadIdx.x] = kUndecided;
   __syncthreads();
   const uint32_t lane = threadIdx.x % kWarp, first = drawn, rank = first + threadIdx.x / kWarp;
-  if (rank >= n || work.status[rank] != kUndecided) return;
-
+  if (rank >= n) return;
+  // With a grid, a box that doesn't take part has no window, and so is kept.
+  const bool has_grid = grid.groups > 0;
   const Box<V> box = work.ranked[rank];
+  const Window window = has_grid ? work.windows[rank] : Window{};
+  const uint32_t own_entry = has_grid ? work.place[rank] : kNone;
   const Test<V> suppresses(threshold, box);
   const int64_t class_of_box = kBatched ? work.classes[rank] : 0;
   bool dropped = false, more = false;
   uint32_t waits_for = kNone;  // of the lane: the lowest rank that is undecided and suppresses the box
   auto test = [&](uint32_t other, const Box<V>& other_box, int64_t other_class) {
+    const bool is_kept = other & kIsKept;
+    other &= ~kIsKept;
     if (other >= rank || (kBatched && other_class != class_of_box) || !suppresses(other_box)) return;
-    const uint8_t status = static_cast<volatile uint8_t*>(work.status)[other];
+    const uint8_t status = is_kept ? uint8_t(kKept) : static_cast<volatile uint8_t*>(work.status)[other];
     if (status == kKept) dropped = true;
     if (status != kUndecided) return;
     more = more || waits_for != kNone;
     waits_for = min(waits_for, other);
   };
 
-  Window window{};
-  if (has_grid) window = work.windows[rank];
-  auto run_of = [&](int row) -> uint2 {  // What lies near the box in a row.
-    const uint32_t* starts = work.starts + work.grid->first(class_of_box, row);
-    return {starts[window.left], starts[window.right]};
+  // What lies near the box: runs of entries, one of each row of cells and size, with the box's own size first. A lane
+  // has a run at a time, and the entries of all lanes are numbered as if they were one run. Returns how many there are.
+  const uint32_t rows = window.bottom - window.top, runs = rows * min(grid.sizes, 3), size = grid.size(area(box));
+  uint32_t number_of_run = 0, length_of_run = 0;  // the number of its first entry
+  uint32_t offset_of_run = 0;                     // from numbers to entries
+  auto load_runs = [&](uint32_t first_run) {
+    const uint32_t run = first_run + lane;
+    uint32_t begin = 0;
+    length_of_run = 0;
+    if (run < runs) {
+      const uint32_t apart = run < rows ? 0 : run < 2 * rows ? 1 : 2, row = window.top + run - apart * rows;
+      const uint32_t of_size = (size + (apart < 2 ? apart : grid.sizes - 1)) & (grid.sizes - 1);
+      const uint32_t first = grid.first(class_of_box, of_size, row);
+      begin = work.starts[first + window.left], length_of_run = work.starts[first + window.right] - begin;
+    }
+    number_of_run = warp_sum_before(length_of_run);
+    offset_of_run = begin - number_of_run;
+    return __shfl_sync(kAll, number_of_run + length_of_run, kWarp - 1);
   };
   uint32_t near = rank;
   if (has_grid) {
-    near = 0;
-    for (int row = window.top + static_cast<int>(lane); row < window.bottom; row += kWarp) {
-      near += run_of(row).y - run_of(row).x;
-    }
-    near = warp_sum(near);
+    near = load_runs(0);
+    for (uint32_t run = kWarp; run < runs; run += kWarp) near += load_runs(run);
   }
+  // Of kPart numbers from `part` on: a bit for each that a run begins with, and the offsets of these runs.
+  uint32_t *const begins = begins_of_warps[threadIdx.x / kWarp], *const offsets = offsets_of_warps[threadIdx.x / kWarp];
+  auto mark_runs = [&](uint32_t part) {
+    __syncwarp();
+    begins[lane] = 0;
+    __syncwarp();
+    const bool is_here = length_of_run > 0 && number_of_run < part + kPart && number_of_run + length_of_run > part;
+    const uint32_t lanes = __ballot_sync(kAll, is_here), at = max(number_of_run, part) - part;
+    if (is_here) {
+      atomicOr(&begins[at / kWarp], 1u << at % kWarp);
+      offsets[__popc(lanes & ((1u << lane) - 1))] = offset_of_run;
+    }
+    __syncwarp();
+  };
   // Whether a box that is kept suppresses it.
-  auto visit = [&](uint32_t begin, uint32_t end, const Box<V>* boxes, const int64_t* classes, const uint32_t* ranks) {
-    for (; begin < end; begin += kChunk) {
-      const uint32_t stop = min(begin + kChunk, end);
+  auto look_at_ranks = [&] {
+    for (uint32_t begin = 0; begin < rank; begin += kChunk) {
+      const uint32_t stop = min(begin + kChunk, rank);
       for (uint32_t i = begin + lane; i < stop; i += 2 * kWarp) {  // Two are read before one is tested.
         const uint32_t next = i + kWarp;
         const bool has_next = next < stop;
-        const Box<V> one = boxes[i], other = has_next ? boxes[next] : Box<V>{};
-        const uint32_t rank_of_one = ranks ? ranks[i] : i;
-        const uint32_t rank_of_other = !has_next ? kNone : ranks ? ranks[next] : next;
-        test(rank_of_one, one, kBatched ? classes[i] : 0);
-        test(rank_of_other, other, kBatched && has_next ? classes[next] : 0);
+        const Box<V> one = work.ranked[i], other = has_next ? work.ranked[next] : Box<V>{};
+        test(i, one, kBatched ? work.classes[i] : 0);
+        test(has_next ? next : kNone, other, kBatched && has_next ? work.classes[next] : 0);
       }
       if (__any_sync(kAll, dropped)) return true;
     }
@@ -384,13 +450,26 @@ __global__ void __launch_bounds__(kResolveThreads, kResolveBlocks<V>)
   };
   auto look = [&] {
     if (is_long && rank > kLong) return look_at_listed() || look_at_rest();
-    if (rank <= near) return visit(0, rank, work.ranked, work.classes, nullptr);
-    for (int row = window.top; row < window.bottom; row += kWarp) {
-      uint2 run = {0, 0};  // A lane looks up a row.
-      if (row + static_cast<int>(lane) < window.bottom) run = run_of(row + lane);
-      for (int k = 0; k < min(kWarp, window.bottom - row); ++k) {
-        const uint32_t begin = __shfl_sync(kAll, run.x, k), end = __shfl_sync(kAll, run.y, k);
-        if (visit(begin, end, work.entries, work.entry_classes, work.entry_ranks)) return true;
+    if (rank <= near) return look_at_ranks();
+    for (uint32_t run = 0; run < runs; run += kWarp) {
+      const uint32_t count = runs <= kWarp ? near : load_runs(run);
+      uint32_t begun = 0;  // Runs, of those that are marked.
+      auto entry_of = [&](uint32_t at) {
+        const uint32_t bits = begins[at % kPart / kWarp], run = begun + __popc(bits & ((2u << lane) - 1));
+        begun += __popc(bits);
+        return at + lane + offsets[run - 1];
+      };
+      for (uint32_t at = 0; at < count; at += 2 * kWarp) {  // Two are read before one is tested.
+        if (at % kPart == 0) mark_runs(at), begun = 0;
+        const uint32_t one = entry_of(at), other = entry_of(at + kWarp);
+        const bool has_one = at + lane < count, has_other = at + kWarp + lane < count;
+        const uint32_t rank_of_one = has_one ? work.entry_ranks[one] : kNone;
+        const uint32_t rank_of_other = has_other ? work.entry_ranks[other] : kNone;
+        const Box<V> box_of_one = has_one ? work.entries[one] : Box<V>{};
+        const Box<V> box_of_other = has_other ? work.entries[other] : Box<V>{};
+        test(rank_of_one, box_of_one, kBatched && has_one ? work.entry_classes[one] : 0);
+        test(rank_of_other, box_of_other, kBatched && has_other ? work.entry_classes[other] : 0);
+        if (__any_sync(kAll, dropped)) return true;
       }
     }
     return false;
@@ -415,6 +494,9 @@ __global__ void __launch_bounds__(kResolveThreads, kResolveBlocks<V>)
   const uint8_t status = is_dropped ? kDropped : kKept;
   static_cast<volatile uint8_t*>(decided)[rank - first] = status;
   static_cast<volatile uint8_t*>(work.status)[rank] = status;
+  if (own_entry != kNone) {  // Spares others the test, or a look at the status; too late, it only costs time.
+    static_cast<volatile uint32_t*>(work.entry_ranks)[own_entry] = is_dropped ? kNone : rank | kIsKept;
+  }
   if (is_dropped || !is_long || *static_cast<volatile uint32_t*>(work.listed) >= kMostListed) return;
   const uint32_t at = atomicAdd(work.listed, 1);
   if (at < kMostListed) work.list[at] = rank + 1;
