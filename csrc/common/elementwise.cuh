@@ -179,7 +179,7 @@ struct Tiles {
 template <int kOut, int kIn, class T, class Op>
 __global__ void __launch_bounds__(kTile * 8)
     tile_kernel(const __grid_constant__ Tiles<kOut + kIn> tiles, Pointers<T, kOut + kIn> data, Op op) {
-  constexpr int N = kOut + kIn;
+  constexpr int N = kOut + kIn, kLines = 8, kEach = kTile / kLines;
   __shared__ T turned[kIn][kTile][kTile + 1];
   uint32_t rest = blockIdx.x;
   const uint32_t x0 = tiles.tiles_x.split(rest) * kTile, y0 = tiles.tiles_y.split(rest) * kTile;
@@ -192,24 +192,36 @@ __global__ void __launch_bounds__(kTile * 8)
   auto at = [&](int k, uint32_t x, uint32_t y) {
     return data.at[k] + x * tiles.strides[k][0] + y * tiles.strides[k][1];
   };
+  auto is_transposed = [&](int k) { return tiles.transposed >> k & 1; };
+  // All that is read is on its way before anything is written, which a later read would wait for.
+  T in[kEach][kIn];
 #pragma unroll
-  for (int k = 0; k < kIn; ++k) {
-    if (!(tiles.transposed >> k & 1)) continue;
+  for (int e = 0; e < kEach; ++e) {
 #pragma unroll
-    for (int x = line; x < kTile; x += 8) {
-      if (x0 + x < tiles.columns && y0 + lane < tiles.rows) turned[k][x][lane] = *at(kOut + k, x0 + x, y0 + lane);
+    for (int k = 0; k < kIn; ++k) {
+      const int across = line + e * kLines;
+      const uint32_t x = x0 + (is_transposed(k) ? across : lane), y = y0 + (is_transposed(k) ? lane : across);
+      if (x < tiles.columns && y < tiles.rows) in[e][k] = *at(kOut + k, x, y);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+#pragma unroll
+    for (int k = 0; k < kIn; ++k) {
+      if (is_transposed(k)) turned[k][line + e * kLines][lane] = in[e][k];
     }
   }
   __syncthreads();
 #pragma unroll
-  for (int y = line; y < kTile; y += 8) {
+  for (int e = 0; e < kEach; ++e) {
+    const int y = line + e * kLines;
     if (x0 + lane >= tiles.columns || y0 + y >= tiles.rows) continue;
-    T in[kIn], out[kOut];
+    T out[kOut];
 #pragma unroll
     for (int k = 0; k < kIn; ++k) {
-      in[k] = tiles.transposed >> k & 1 ? turned[k][lane][y] : *at(kOut + k, x0 + lane, y0 + y);
+      if (is_transposed(k)) in[e][k] = turned[k][lane][y];
     }
-    apply<kOut, kIn, T>(in, out, op);
+    apply<kOut, kIn, T>(in[e], out, op);
 #pragma unroll
     for (int k = 0; k < kOut; ++k) *at(k, x0 + lane, y0 + y) = out[k];
   }
