@@ -126,12 +126,6 @@ void select_many(
   launch(compact_kernel, ceil_div(n, part), kScanThreads, 0, work.status, order, n, part, out.indices, out.count);
 }
 
-void check_count(const Call<3>& call) {
-  const View& boxes = call.views[0];
-  if (boxes.sizes[0] >= kIsKept)
-    fail(boxes.op, "on CUDA, boxes must be fewer than ", kIsKept, ", got ", boxes.sizes[0]);
-}
-
 void select(Launch& launch, const Call<3>& call, const Tensor* idxs, double iou_threshold, const Out& out) {
   const View& boxes = call.views[0];
   Classes classes;
@@ -160,7 +154,6 @@ Tensor first_of(const Tensor& all, int64_t count) {
 
 Tensor keep(const Operator& op, const Tensor& boxes, const Tensor& scores, const Tensor* idxs, double iou_threshold) {
   const Call<3> call(op, {&boxes, &scores, idxs});
-  check_count(call);
   Launch launch(op.name(), call.views[0]);
   if (launch.is_capturing()) {
     fail(op.name(), "the size of its result is not known inside a CUDA graph; nms_padded has one that is");
@@ -183,7 +176,6 @@ Tensor batched_nms(const Tensor& boxes, const Tensor& scores, const Tensor& idxs
 std::tuple<Tensor, Tensor> nms_padded(
     const Tensor& boxes, const Tensor& scores, double iou_threshold, const std::optional<Tensor>& idxs) {
   const Call<3> call(kNmsPadded, {&boxes, &scores, idxs ? &*idxs : nullptr});
-  check_count(call);
   const View& view = call.views[0];
   Launch launch(kNmsPadded.name(), view);
   const Tensor indices = empty(view, aoti_torch_dtype_int64(), call["N"]);

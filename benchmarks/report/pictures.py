@@ -255,10 +255,11 @@ def rectangles(places: list[tuple[int, int]]) -> Path:
 
 def draw_grid(axes: Axes, found: Map) -> None:
     """Rows are the first axis; columns the third, within each size of the second."""
-    values = found.record["values"]
-    step = len(values) + 1
+    # Of each axis the sizes that have a cell.
+    rows, groups, columns = ([n for n in found.record["values"] if n in some] for some in zip(*found.ratios))
+    step = len(columns) + 1
     places = {
-        (values.index(row), values.index(group) * step + values.index(column)): ratio
+        (rows.index(row), groups.index(group) * step + columns.index(column)): ratio
         for (row, group, column), ratio in found.ratios.items()
     }
     for i, (least, colour, alpha) in enumerate(
@@ -268,12 +269,12 @@ def draw_grid(axes: Axes, found: Map) -> None:
         if chosen:
             shape = rectangles(chosen)
             axes.add_patch(PathPatch(shape, facecolor=COLOURS[colour], alpha=alpha, linewidth=0))
-    axes.set_xlim(0, step * len(values) - 1)
-    axes.set_ylim(len(values), 0)
+    axes.set_xlim(0, step * len(groups) - 1)
+    axes.set_ylim(len(rows), 0)
     axes.grid(False)
-    axes.set_yticks([0.5, len(values) - 0.5], [f"{values[0]:,}", f"{values[-1]:,}"])
+    axes.set_yticks([0.5, len(rows) - 0.5], [f"{rows[0]:,}", f"{rows[-1]:,}"])
     names = found.record["axes"]
-    axes.set_xticks([i * step + len(values) / 2 for i in range(len(values))], [f"{names[1]} {n:,}" for n in values])
+    axes.set_xticks([i * step + len(columns) / 2 for i in range(len(groups))], [f"{names[1]} {n:,}" for n in groups])
     axes.set_title(f"{found.record['dtype']}: {summary(found)}", pad=3)
     axes.set_ylabel(names[0], rotation=0, labelpad=-10)
 

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kThreads = 256, kResolveThreads = 128, kFitThreads = 1024;
 constexpr uint32_t kNone = 0xffffffff, kMostListed = 4096;
-constexpr uint32_t kIsKept = 1u << 31;  // next to a rank, which is less
+constexpr uint32_t kIsKept = 1u << 31;  // Next to a rank, which is below 2^30: signatures say so.
 
 enum : uint8_t { kUndecided = 0, kKept = 1, kDropped = 2 };
 
