@@ -1,5 +1,6 @@
 """mymuladd, mymul and myadd_out: the contract, and what is particular to them."""
 
+import itertools
 import re
 import sys
 import warnings
@@ -275,6 +276,23 @@ class TestEverywhere:
             for other in others:
                 assert same_bits(extension_cpp.mymul(rows, other), rows * other)
                 assert same_bits(extension_cpp.mymul(other, rows), other * rows)
+
+    @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    def test_transposed(self, device, dtype):
+        """Inputs that lie across the rows of the result, one or both, of sizes around those of tiles; many threads too."""
+        for shape in ((2, 3), (15, 129), (33, 257), (16, 128), (3, 40, 130), (130, 3, 33), (500, 301), (7, 2, 5, 31)):
+            a = torch.randn(shape, device=device, dtype=dtype)
+            for order in itertools.permutations(range(len(shape))):
+                b = torch.empty([shape[d] for d in order], device=device, dtype=dtype).normal_()
+                b = b.permute([order.index(d) for d in range(len(shape))])
+                for x, y in ((a, b), (b, a), (a[:1], b), (a, b[..., :1]), (a[:, 1:], b[:, 1:])):
+                    got, want = extension_cpp.mymul(x, y), x * y
+                    assert same_bits(got, want) and got.stride() == want.stride(), (
+                        f"{shape}: {x.stride()} and {y.stride()}"
+                    )
+                out = torch.empty(shape[::-1], device=device, dtype=dtype).permute(*range(len(shape) - 1, -1, -1))
+                extension_cpp.myadd_out(a, b, out)
+                assert same_bits(out, a + b)
 
     def test_vmap(self, device):
         a, b = torch.randn(4, 3, 2, device=device), torch.randn(3, 4, device=device)
