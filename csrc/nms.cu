@@ -1,8 +1,8 @@
 // The nms operators on CUDA.
 //
 // Two numbers: on float32 about 150 bytes are moved for a box, and 20 operations done for each pair that is tested: all
-// of few boxes, and of many those that the grid leaves: with a threshold of 0.5 those closer than half a side, some
-// hundred for a box among 100,000 in a field of 20 by 20 sides.
+// of few boxes, and of many those that the grid leaves: with a threshold of 0.5 those of a similar area closer than
+// half a side, some hundred for a box among 100,000 in a field of 20 by 20 sides.
 #include "nms.h"
 
 #include <tuple>

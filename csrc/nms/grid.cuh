@@ -32,10 +32,10 @@ enum : uint8_t { kUndecided = 0, kKept = 1, kDropped = 2 };
 // others, or most boxes in a small part of the field, leave no cell with nearly all boxes. Classes share groups, of
 // which each has a part of the cells; and so do sizes. As an intersection is no larger than either box, and the union
 // no smaller, an IoU > t takes areas whose ratio is above t and below 1 / t: sizes lie so far apart, and a box
-// suppresses others of its own size and of the two next to it. Every `sizes` of them one shares its cells.
+// suppresses others of its own size and of the two next to it alone. Sizes that are `sizes` apart share cells.
 template <class V>
 struct Grid {
-  // The size that a box has: an area of 0, or one that isn't finite, may have any.
+  // Of a box with this area. An area of 0 may have any size, as such a box overlaps none.
   __device__ __forceinline__ uint32_t size(V area) const {
     float octave;
     if constexpr (sizeof(V) == 4) {
@@ -455,9 +455,9 @@ __global__ void __launch_bounds__(kResolveThreads, kResolveBlocks<V>)
       const uint32_t count = runs <= kWarp ? near : load_runs(run);
       uint32_t begun = 0;  // Runs, of those that are marked.
       auto entry_of = [&](uint32_t at) {
-        const uint32_t bits = begins[at % kPart / kWarp], run = begun + __popc(bits & ((2u << lane) - 1));
+        const uint32_t bits = begins[at % kPart / kWarp], here = begun + __popc(bits & ((2u << lane) - 1));
         begun += __popc(bits);
-        return at + lane + offsets[run - 1];
+        return at + lane + offsets[here - 1];
       };
       for (uint32_t at = 0; at < count; at += 2 * kWarp) {  // Two are read before one is tested.
         if (at % kPart == 0) mark_runs(at), begun = 0;
