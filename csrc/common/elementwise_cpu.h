@@ -115,6 +115,79 @@ void strided(const Pointers<T, kOut + kIn>& data, const int64_t* steps, const St
   simd::run([&] { rows.each(data, row); });
 }
 
+// How far apart operands have the elements of a row, and which loop goes through such rows.
+template <size_t kOut, size_t kIn, class T>
+struct Steps {
+  static constexpr size_t N = kOut + kIn;
+
+  explicit Steps(const int64_t (&steps)[N]) {
+    for (size_t k = 0; k < N; ++k) {
+      at[k] = steps[k];
+      const bool is_same = steps[k] == 0 && k >= kOut && same == kIn;
+      if (is_same) same = k - kOut;
+      unit = unit && (is_same || steps[k] == 1);
+      apart = apart || steps[k] > 1;
+    }
+  }
+
+  // Not inlined: its two callers share the loops, of which there is one for each of the machine's vectors.
+  template <class Op>
+  [[gnu::noinline]] void go_through(const Pointers<T, N>& data, const Stack<N>& rows, const Op& op) const {
+    if constexpr (!std::is_same_v<T, float16>) {  // It has instructions for whole blocks only.
+      if (unit) return contiguous<kOut, kIn>(data, same, rows, op);
+    }
+    if constexpr (std::is_same_v<T, typename Compute<T>::type>) {
+      if (apart) return strided<kOut, kIn>(data, at, rows, op);
+    }
+    rows.each(data, [&](const Pointers<T, N>& data) { row<kOut, kIn>(data, at, rows.size, op); });
+  }
+
+  int64_t at[N];
+  bool unit = true, apart = false;  // contiguous but for the input `same`, and whether there is a step above 1
+  size_t same = kIn;
+};
+
+// Rows of a tile, of elements that lie across: `step` apart in a row, and next to each other from row to row.
+template <class T>
+[[gnu::noinline]] void turn(const T* from, int64_t step, int64_t columns, int64_t rows, T* to, int64_t pitch) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t i = 0; i < columns; ++i, from += step) {
+    __builtin_prefetch(from + kAhead * step);  // Hardware foresees neighbouring lines alone.
+    for (int64_t r = 0; r < rows; ++r) to[r * pitch + i] = from[r];
+  }
+}
+
+// Where an input lies across the rows, as a transposed one does, a row touches a cache line for each of its elements,
+// and the next row the same lines again. So whole lines are read, into as many rows of a tile as they have elements.
+template <size_t kOut, size_t kIn, class T, class Op>
+void turned(
+    const Pointers<T, kOut + kIn>& data, const int64_t (&steps)[kOut + kIn], const bool (&across)[kOut + kIn],
+    const Stack<kOut + kIn>& part, const Op& op) {
+  constexpr size_t N = kOut + kIn;
+  constexpr int64_t kRows = 64 / sizeof(T), kColumns = 512 / sizeof(T);
+  alignas(64) T tiles[kIn][kRows][kColumns];
+  int64_t steps_in_tiles[N];
+  for (size_t k = 0; k < N; ++k) steps_in_tiles[k] = across[k] ? 1 : steps[k];
+  const Steps<kOut, kIn, T> in_tiles(steps_in_tiles);
+  for (int64_t first = 0; first < part.count; first += kRows) {
+    for (int64_t begin = 0; begin < part.size; begin += kColumns) {
+      Stack<N> tile{std::min(kColumns, part.size - begin), std::min(kRows, part.count - first)};
+      Pointers<T, N> at;
+      for (size_t k = 0; k < N; ++k) {
+        at.at[k] = data.at[k] + begin * steps[k] + first * part.down[k];
+        tile.down[k] = part.down[k];
+      }
+      for (size_t k = 0; k < kIn; ++k) {
+        if (!across[kOut + k]) continue;
+        turn(at.at[kOut + k], steps[kOut + k], tile.size, tile.count, tiles[k][0], kColumns);
+        at.at[kOut + k] = tiles[k][0];
+        tile.down[kOut + k] = kColumns;
+      }
+      in_tiles.go_through(at, tile, op);
+    }
+  }
+}
+
 template <size_t kOut, size_t kIn, class T, class Op>
 void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t begin, int64_t end, const Op& op) {
   constexpr size_t N = kOut + kIn;
@@ -124,29 +197,23 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
     rest /= loop.sizes[d];
     for (size_t k = 0; k < N; ++k) data.at[k] += index[d] * loop.strides[k][d];
   }
-  constexpr bool kComputesInT = std::is_same_v<T, typename Compute<T>::type>;
-  // Contiguous but for the input `same`; for float16 there are instructions for whole blocks only.
-  bool unit = !std::is_same_v<T, float16>, apart = false;
-  size_t same = kIn;
+  bool across[N] = {}, any_across = false;
   for (size_t k = 0; k < N; ++k) {
     steps[k] = loop.strides[k][0];
-    const bool is_same = steps[k] == 0 && k >= kOut && same == kIn;
-    if (is_same) same = k - kOut;
-    unit = unit && (is_same || steps[k] == 1);
-    apart = apart || steps[k] > 1;
+    across[k] = k >= kOut && steps[k] > 1 && loop.ndim > 1 && loop.strides[k][1] == 1;
+    any_across = any_across || across[k];
   }
+  const Steps<kOut, kIn, T> in_rows(steps);
   for (int64_t done = begin; done < end;) {
     Stack<N> part{std::min(loop.sizes[0] - index[0], end - done)};
     if (part.size == loop.sizes[0] && loop.ndim > 1) {
       part.count = std::min(loop.sizes[1] - index[1], (end - done) / part.size);
       for (size_t k = 0; k < N; ++k) part.down[k] = loop.strides[k][1];
     }
-    if (unit) {
-      contiguous<kOut, kIn>(data, same, part, op);
-    } else if (kComputesInT && apart) {
-      if constexpr (kComputesInT) strided<kOut, kIn>(data, steps, part, op);
+    if (any_across && part.count > 1) {
+      turned<kOut, kIn>(data, steps, across, part, op);
     } else {
-      part.each(data, [&](const Pointers<T, N>& data) { row<kOut, kIn>(data, steps, part.size, op); });
+      in_rows.go_through(data, part, op);
     }
     done += part.size * part.count;
     // To the end of the last row.
@@ -161,48 +228,28 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
   }
 }
 
-// Where an operand lies across the rows, as a transposed one does, a row touches a cache line for each of its elements
-// and the next row the same lines again. Cutting rows into pieces, and going down a column of pieces, finds them in the
-// cache, unless they lie so many bytes apart that they push each other out of its few sets.
-template <class T, int N>
-Loop<N> cut_rows(const Loop<N>& loop) {
-  constexpr int64_t kLeast = 16, kMost = 128, kSets = 16'384;
-  int down = 0;
-  for (int k = 0; k < N && down == 0; ++k) {
-    const int64_t apart = loop.strides[k][0] * static_cast<int64_t>(sizeof(T));
-    if (loop.strides[k][0] <= 1 || apart % kSets == 0) continue;
-    for (int d = 1; d < loop.ndim; ++d) {
-      if (loop.strides[k][d] == 1) down = d;
+// The dimension that an input lies along, and rows don't, comes behind that of the rows.
+template <int kOut, int N>
+Loop<N> across_second(Loop<N> loop) {
+  for (int k = kOut; k < N; ++k) {
+    if (loop.strides[k][0] <= 1) continue;
+    for (int d = 2; d < loop.ndim; ++d) {
+      if (loop.strides[k][d] != 1 || loop.sizes[d] == 1) continue;
+      std::swap(loop.sizes[1], loop.sizes[d]);
+      for (auto& strides : loop.strides) std::swap(strides[1], strides[d]);
+      return loop;
     }
   }
-  int64_t piece = std::min(kMost, loop.sizes[0] / 2);
-  while (piece >= kLeast && loop.sizes[0] % piece != 0) --piece;
-  if (down == 0 || piece < kLeast || loop.ndim == kMaxDims) return loop;
-  Loop<N> cut;
-  cut.numel = loop.numel;
-  auto add = [&](int d, int64_t size, int64_t step) {
-    cut.sizes[cut.ndim] = size;
-    for (int k = 0; k < N; ++k) cut.strides[k][cut.ndim] = loop.strides[k][d] * step;
-    ++cut.ndim;
-  };
-  add(0, piece, 1);
-  add(down, loop.sizes[down], 1);
-  add(0, loop.sizes[0] / piece, piece);
-  for (int d = 1; d < loop.ndim; ++d) {
-    if (d != down) add(d, loop.sizes[d], 1);
-  }
-  return cut;
+  return loop;
 }
 
 template <size_t kOut, size_t kIn, class T, class Op>
 void run(const Loop<kOut + kIn>& loop, const Pointers<T, kOut + kIn>& data, const Op& op) {
   constexpr int64_t kGrain = 32'768;  // PyTorch's own grain for elementwise loops.
   if (loop.numel <= kGrain) return rows<kOut, kIn>(loop, data, 0, loop.numel, op);
-  auto parallel = [&](const Loop<kOut + kIn>& order) {
-    auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(order, data, begin, end, op); };
-    parallel_for(0, order.numel, kGrain, body);
-  };
-  loop.is_linear() ? parallel(loop) : parallel(cut_rows<T>(loop));
+  const Loop<kOut + kIn> order = across_second<kOut>(loop);
+  auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(order, data, begin, end, op); };
+  parallel_for(0, order.numel, kGrain, body);
 }
 
 }  // namespace detail
