@@ -197,7 +197,7 @@ Plan plan_wgmma(const Product<T, float>& product, bool narrow, bool swapped, con
   const int64_t m = product.m, n = product.n, k = product.k, columns = swapped ? m : n;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   const auto consider = [&](int shape, const Costs& costs, double before) {
-    const auto [tile_m, tile_n, cluster, blocks, rate] = hopper::kTiles[shape];
+    const auto [tile_m, tile_n, cluster, blocks, boxes, rate] = hopper::kTiles[shape];
     const TileModel one[] = {{tile_m * cluster, tile_n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster}};
     Plan made = plan(one, costs, m, n, k, sizeof(T), device, true, swapped);
     made.shape = shape, made.nanoseconds += before;

@@ -19,7 +19,7 @@ struct Doubles {
   static constexpr int kM = kM_, kN = kN_, kK = kInRow<T>, kRows = kRows_, kColumns = kColumns_, kBlocks = kBlocks_;
   static constexpr int kCluster = 1, kGroup = 32, kWarpsN = kN / kColumns, kSums = kRows * kColumns / 32;
   static constexpr int kComputing = 32 * (kM / kRows) * kWarpsN, kThreads = kComputing + kWarpgroup;
-  static constexpr int kBytesA = kM * kRow, kStageBytes = kBytesA + kN * kRow;
+  static constexpr int kBytesA = kM * kRow, kStageBytes = kBytesA + kN * kRow, kOutBytes = 0;
   // Threads start with equal shares of what a multiprocessor has, a multiple of eight.
   static constexpr int kAtStart = 64 * 1024 / (kThreads * kBlocks) / 8 * 8;
   static constexpr int kRegisters = (kAtStart * kThreads - kOfCopying * kWarpgroup) / kComputing / 8 * 8;
@@ -114,7 +114,8 @@ __device__ __forceinline__ void add_steps(
 
 template <int... kShape>
 __device__ __forceinline__ void consume(
-    const Product<double, double>& product, const Layouts& layouts, const Role<Doubles<kShape...>>& role) {
+    const Product<double, double>& product, const CUtensorMap&, const Layouts& layouts,
+    const Role<Doubles<kShape...>>& role) {
   using H = Doubles<kShape...>;
   const Stages& stages = role.stages;
   Tiles<H> tiles = role.tiles;

@@ -7,8 +7,8 @@
 //
 // A block has one to three warpgroups that compute, 64 rows each, and another, of which one thread keeps the stages
 // filled, or all do (pieces.cuh).
-// `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn; or
-// those of a cluster take parts of k of one tile.
+// `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn, whose
+// results the accelerator stores while they go on; or those of a cluster take parts of k of one tile.
 #pragma once
 
 #include "cluster.cuh"
@@ -22,16 +22,16 @@ constexpr int kOfCopying = 40;                           // registers that threa
 template <class T>
 constexpr int kInRow = kRow / sizeof(T);  // elements of a row of a stage
 
-// A tile of m by n, how many blocks of a cluster share what they read of b, how many blocks a multiprocessor holds, and
-// multiply-adds a nanosecond of all of them.
+// A tile of m by n, how many blocks of a cluster share what they read of b, how many blocks a multiprocessor holds, how
+// many boxes of the result a warp stores at a time, and multiply-adds a nanosecond of all of them.
 struct Tile {
-  int m, n, cluster, blocks;
+  int m, n, cluster, blocks, boxes;
   double rate;
 };
 constexpr Tile kTiles[] = {
-    {128, 256, 2, 1, 4275}, {128, 256, 1, 1, 2780}, {64, 128, 1, 2, 2140},  {128, 128, 1, 1, 4220},
-    {64, 64, 1, 3, 1525},   {128, 64, 1, 2, 2140},  {128, 128, 2, 1, 3885}, {64, 128, 2, 2, 2440},
-    {128, 192, 1, 1, 4400}, {64, 192, 1, 1, 3350},  {192, 192, 2, 1, 4300}, {64, 32, 1, 4, 600},
+    {128, 256, 2, 1, 2, 4275}, {128, 256, 1, 1, 2, 2780}, {64, 128, 1, 2, 2, 2140},  {128, 128, 1, 1, 2, 4220},
+    {64, 64, 1, 3, 1, 1525},   {128, 64, 1, 2, 1, 2140},  {128, 128, 2, 1, 2, 3885}, {64, 128, 2, 2, 2, 2440},
+    {128, 192, 1, 1, 1, 4400}, {64, 192, 1, 1, 3, 3350},  {192, 192, 2, 1, 1, 4300}, {64, 32, 1, 4, 1, 600},
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 constexpr int kSmall = 4;                   // The smallest that is square.
@@ -51,6 +51,10 @@ struct Hopper {
   // A transposed factor comes in boxes of 64 rows, or of 32.
   static constexpr int kRowBytesB = kN < kInRow<T> ? kRow / 2 : kRow;
   static_assert(kN == 32 || kN % kInRow<T> == 0);
+  // A warp stores its rows of the result in boxes, which lie behind the stages until they are on their way.
+  static constexpr int kOfWarp = 16, kBox = std::min(kN, kInRow<T>), kBoxBytes = kOfWarp * kBox * sizeof(T);
+  static constexpr int kBoxes = kTiles[kTile].boxes, kOutBytes = kComputing / kWarp * kBoxes * kBoxBytes;
+  static_assert(kN / kBox % kBoxes == 0);
 };
 
 // The blocks of a cluster copy a share of b each: of its rows, or if it is transposed and those don't fill boxes, of k.
@@ -59,9 +63,13 @@ constexpr int kShare = H::kN / H::kCluster;
 template <class H>
 constexpr bool kSharesK = H::kCluster == 2 && kShare<H> % kInRow<typename H::T> != 0;
 
-// The swizzle repeats every 1,024 bytes, which is more than what dynamic shared memory is aligned to.
-constexpr int kAlignment = 1024, kMostStages = 16, kSharedBytes = 208 * 1024;
-constexpr int kBarrierBytes = (2 * kMostStages + 1) * 8;
+// The swizzle repeats every 1,024 bytes.
+constexpr int kAlignment = 1024, kMostStages = 16, kBarrierBytes = (2 * kMostStages + 1) * 8;
+
+// The shared memory of each of so many blocks of a multiprocessor, besides the barriers: 1 KiB is the system's.
+constexpr int shared_bytes_of_block(int blocks) {
+  return 228 * 1024 / blocks - 1024 - kBarrierBytes;
+}
 
 // The stages of a block, in so many bytes of shared memory.
 struct Memory {
@@ -91,18 +99,26 @@ struct Layouts {
   }
 };
 
+// Rows of the result that are a multiple of so many elements are stored in boxes.
+constexpr int kInBoxes = 8;
+
 // Four sums of each thread that computes: of halves, eight columns of a tile.
 template <class H>
 constexpr int kFourBytes = H::kComputing * 4 * sizeof(typename H::V);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Where the stages are, and behind them the barriers that pass them on: `full` to those who compute, `empty` back. What
-// the blocks of a cluster have of this one's sums comes to where the stages were, and is counted at `received`.
+// Where the stages are, and behind them what is on its way out, and the barriers that pass stages on: `full` to those
+// who compute, `empty` back. What the blocks of a cluster have of this one's sums comes to where the stages were, and
+// is counted at `received`.
 struct Stages {
   uint32_t start;
   const Memory& memory;
 
+  template <class H>
+  __device__ uint32_t out() const {
+    return start + memory.stages * H::kStageBytes;
+  }
   __device__ uint32_t full(int stage) const { return start + memory.bytes + stage * 8; }
   __device__ uint32_t empty(int stage) const { return full(kMostStages + stage); }
   __device__ uint32_t received() const { return full(2 * kMostStages); }
@@ -164,7 +180,7 @@ struct Role {
       : warp(__shfl_sync(0xffffffff, (static_cast<int>(threadIdx.x) - H::kComputing) / kWarp, 0)),
         elected(is_elected()),
         split_in_cluster(H::kCluster == 1 && order.in_cluster),
-        stages{(shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment, memory},
+        stages{shared_address(shared), memory},
         tiles(order) {}
 
   // Returns once the barriers are there, of all blocks that this one has to do with, and the thread that copies has
@@ -284,21 +300,6 @@ struct BoxesOfBoth {
   }
 };
 
-// Exchanges 4 words among 4 neighbouring threads: thread q gets word q of each.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? words[i] : words[i + 1], 1);
-    (odd ? words[i] : words[i + 1]) = received;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t received = __shfl_xor_sync(0xffffffff, high ? words[i] : words[i + 2], 2);
-    (high ? words[i] : words[i + 2]) = received;
-  }
-}
-
 // Adds up what the blocks of a cluster have of a tile's sums, each of its part of k, in the order of those, and calls
 // f(j, added) for the fours j of this block's share. The sums are sent from thread to thread, by stores that a barrier
 // counts. They stay as they are: nvcc serializes the instructions of wgmma if others write where these do.
@@ -370,11 +371,42 @@ __device__ __forceinline__ uint32_t rounded_pair(const float* sums) {
   return word;
 }
 
+// Stores a thread's sums of a tile by the memory accelerator, which writes whole lines while the warp goes on.
+template <class H>
+__device__ __forceinline__ void store_boxes(
+    const CUtensorMap& map, const Tiles<H>& tiles, const Stages& stages, const float (&sums)[H::kN / 2]) {
+  using T = typename H::T;
+  constexpr int kLine = H::kBox * sizeof(T), kGroups = H::kBox / 8;
+  const bool elected = is_elected();
+  const int warp = threadIdx.x / kWarp, line = threadIdx.x % H::kOfWarp, right = threadIdx.x % kWarp / H::kOfWarp;
+  const int swizzle = kLine == kRow ? line % 8 : line / 2 % 4;
+  const uint32_t own = stages.template out<H>() + warp * H::kBoxes * H::kBoxBytes;
+#pragma unroll
+  for (int box = 0; box < H::kN / H::kBox; ++box) {
+    const uint32_t buffer = own + box % H::kBoxes * H::kBoxBytes;
+    if (elected) wait_for_boxes<H::kBoxes - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int g = 0; g < kGroups; g += 2) {
+      const float* of_group = sums + (box * kGroups + g) * 4;
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[e] = rounded_pair<T>(of_group + e * 2);
+      store_matrices(buffer + line * kLine + ((g + right) ^ swizzle) * 16, words);
+    }
+    make_visible_to_accelerator();
+    __syncwarp();
+    if (elected) store_box(map, tiles.column + box * H::kBox, tiles.row + warp * H::kOfWarp, buffer);
+  }
+}
+
 // Stores a thread's sums of a tile.
 template <class H>
 __device__ __forceinline__ void store(
-    const Product<typename H::T, float>& product, const Tiles<H>& tiles, const float (&sums)[H::kN / 2]) {
+    const Product<typename H::T, float>& product, const CUtensorMap& map, const Tiles<H>& tiles, const Stages& stages,
+    const float (&sums)[H::kN / 2]) {
   using T = typename H::T;
+  if (product.partial == nullptr && product.has_vectors(kInBoxes)) return store_boxes<H>(map, tiles, stages, sums);
   const int in_quad = threadIdx.x % 4;
   int64_t row = tiles.row + row_in_tile();
   if (product.partial == nullptr && !product.has_vectors(4)) {
@@ -392,19 +424,6 @@ __device__ __forceinline__ void store(
       for (int j = 0; j < H::kN / 8; ++j) {
         if (row < product.m && first + j * 8 < product.partial_stride) {
           store_vector<float, 2>(to + j * 8, of_row + j * 4);
-        }
-      }
-    } else if (product.has_vectors(8)) {
-      const int64_t eight = tiles.column + in_quad * 8;
-      T* to = product.c + row * product.c_outer + eight;
-#pragma unroll
-      for (int j = 0; j < H::kN / 8; j += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) words[e] = rounded_pair<T>(of_row + (j + e) * 4);
-        transpose_quad(words);
-        if (row < product.m && eight + j * 8 < product.n) {
-          __stcs(reinterpret_cast<uint4*>(to + j * 8), uint4{words[0], words[1], words[2], words[3]});
         }
       }
     } else {  // Fours of columns, of two groups: those of the first are for threads that are even.
@@ -463,7 +482,8 @@ __device__ __forceinline__ void add_steps(float (&sums)[H::kN / 2], Turn& turn, 
 
 template <class T, int kTile>
 __device__ __forceinline__ void consume(
-    const Product<T, float>& product, const Layouts& layouts, const Role<Hopper<T, kTile>>& role) {
+    const Product<T, float>& product, const CUtensorMap& map, const Layouts& layouts,
+    const Role<Hopper<T, kTile>>& role) {
   using H = Hopper<T, kTile>;
   const Stages& stages = role.stages;
   Tiles<H> tiles = role.tiles;
@@ -484,9 +504,10 @@ __device__ __forceinline__ void consume(
         store_group(product, tiles.row + row_in_tile(), tiles.column + j * 8, added);
       });
     } else {
-      store<H>(product, tiles, sums);
+      store<H>(product, map, tiles, stages, sums);
     }
   } while (tiles.next());
+  wait_for_boxes<0>();
 }
 
 #endif
@@ -495,9 +516,10 @@ template <class H>
 __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
     const __grid_constant__ TileOrder order, const __grid_constant__ Memory memory,
     const __grid_constant__ Layouts layouts, const __grid_constant__ Product<typename H::T, typename H::V> product,
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b) {
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+    const __grid_constant__ CUtensorMap map_c) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ unsigned char shared[];
+  extern __shared__ __align__(kAlignment) unsigned char shared[];
   start_kernel_behind();
   if (threadIdx.x == H::kComputing) {
     prefetch_map(map_a);
@@ -511,7 +533,7 @@ __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
   });
   if (role.computes()) {
     if constexpr (H::kRegisters != 0) take_registers<H::kRegisters>();
-    consume(product, layouts, role);
+    consume(product, map_c, layouts, role);
   } else {
     if constexpr (H::kRegisters != 0) leave_registers<kOfCopying>();
     if (role.copies()) copies.rest();
@@ -563,16 +585,25 @@ bool encode(
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// As many stages as fit where so many blocks are on a multiprocessor, and as a block has steps; and at least as much
-// memory as a block's share of a cluster's sums takes.
+// A map of the result, if it is stored in boxes.
+template <class H>
+bool encode_result(const Product<typename H::T, float>& product, const Tiling& tiling, CUtensorMap* map) {
+  if (tiling.splits() > 1 || !product.has_vectors(kInBoxes)) return true;
+  return encode<typename H::T>({product.c, product.c_outer, 1}, {}, product.m, product.n, H::kOfWarp, map, H::kBox);
+}
+
+// As many stages as fit where so many blocks are on a multiprocessor, and as a block has steps, and behind them the
+// boxes of the result, unless parts of k are added up later; at least as much memory as a block's share of a cluster's
+// sums.
 template <class H>
 Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, int processors) {
   const int64_t at_a_time = std::min<int64_t>(ceil_div(blocks, processors), H::kBlocks), splits = tiling.splits();
-  const int64_t fit = kSharedBytes / at_a_time / H::kStageBytes;
+  const int64_t out = splits == 1 ? H::kOutBytes : 0;
+  const int64_t fit = (shared_bytes_of_block(static_cast<int>(at_a_time)) - out) / H::kStageBytes;
   const int64_t steps = tiling.steps_per_split * ceil_div(tiling.count() * H::kCluster, blocks);
   const auto stages = static_cast<int>(std::min({fit, steps, int64_t(kMostStages)}));
   const int64_t received = split_in_cluster ? splits * ceil_div(H::kSums / 4, splits) * kFourBytes<H> : 0;
-  return {std::max(stages * H::kStageBytes, static_cast<int>(received)), stages};
+  return {static_cast<int>(std::max(stages * H::kStageBytes + out, received)), stages};
 }
 
 // Launches a kernel of H for all tiles. Their parts of k are a cluster's blocks, or are added up later.
@@ -586,7 +617,7 @@ void launch_tiles(
   const Memory memory = memory_of<H>(tiling, clusters * H::kCluster, split_in_cluster, processors);
   launch.clusters(
       kernel, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster, H::kThreads,
-      kAlignment + memory.bytes + kBarrierBytes, true, TileOrder(tiling, split_in_cluster), memory, arguments...);
+      memory.bytes + kBarrierBytes, true, TileOrder(tiling, split_in_cluster), memory, arguments...);
 }
 
 template <class H>
@@ -595,13 +626,13 @@ void multiply(
   Layouts layouts = Layouts::of(product, tiling);
   layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
   const int depth = kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK;
-  CUtensorMap map_a, map_b;
-  if (!encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) ||
-      !encode(product.b, layouts.b, product.n, product.k, kShare<H>, &map_b, depth)) {
-    fail("matmul", "the driver can't describe the matrices to the GPU");
-  }
+  CUtensorMap map_a, map_b, map_c{};
+  bool encoded = encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) &&
+                 encode(product.b, layouts.b, product.n, product.k, kShare<H>, &map_b, depth);
+  if constexpr (H::kOutBytes != 0) encoded &= encode_result<H>(product, tiling, &map_c);
+  if (!encoded) fail("matmul", "the driver can't describe the matrices to the GPU");
   launch_tiles<H>(
-      launch, hopper_kernel<H>, tiling, processors, product.partial != nullptr, layouts, product, map_a, map_b);
+      launch, hopper_kernel<H>, tiling, processors, product.partial != nullptr, layouts, product, map_a, map_b, map_c);
 }
 
 // Whether the current device runs code for architecture 9.0a: it is of 9.0, and the library has such code.

@@ -79,7 +79,8 @@ struct Split {
   static constexpr int kComputing = 2 * kWarpgroup, kThreads = kComputing + kWarpgroup;
   static constexpr int kGroup = kWarpgroup, kSums = kN / 2;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow / 2;
-  static constexpr int kStageBytes = kBytesA + Parts::kCount * kBytesB, kStages = kSharedBytes / kStageBytes;
+  static constexpr int kStageBytes = kBytesA + Parts::kCount * kBytesB,
+                       kStages = shared_bytes_of_block(1) / kStageBytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(H::kThreads, 1) split_product_kernel(
     const __grid_constant__ Product<float, float> product, const __grid_constant__ CUtensorMap map_rows,
     const __grid_constant__ CUtensorMap map_parts) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ unsigned char shared[];
+  extern __shared__ __align__(kAlignment) unsigned char shared[];
   const Role<H> role(shared, memory, order);
   const int rows_of_part = static_cast<int>(flipped ? product.m : product.n);
   Copies<H, BoxesOfParts<H>> copies(role, {map_rows, map_parts, layout, rows_of_part, true});
@@ -299,8 +300,8 @@ void run_split(
   const int64_t blocks = in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors);
   launch.clusters(
       split_product_kernel<H>, blocks, in_cluster ? static_cast<int>(tiling.splits()) : 1, H::kThreads,
-      kAlignment + kMemory.bytes + kBarrierBytes, true, TileOrder(tiling, in_cluster), kMemory, layout, flipped,
-      product, map_rows, map_parts);
+      kMemory.bytes + kBarrierBytes, true, TileOrder(tiling, in_cluster), kMemory, layout, flipped, product, map_rows,
+      map_parts);
 }
 
 constexpr int64_t kBytesOfParts = Parts::kCount * sizeof(__nv_bfloat16);

@@ -127,6 +127,9 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Policies of the L2 cache, as CUTLASS has them: for what is read or written once, and for other things.
+constexpr uint64_t kOnce = 0x12f0000000000000, kUsual = 0x1000000000000000;
+
 // A box of a tensor to shared memory, of this block or, with kShared, of both of its cluster. Two instructions, with a
 // policy of the L2 cache and without, take small products longer than one that always has one.
 template <bool kShared>
@@ -139,13 +142,40 @@ __device__ __forceinline__ void copy_box(
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
         : "memory");
   } else {
-    constexpr uint64_t kOnce = 0x12f0000000000000, kUsual = 0x1000000000000000;  // As CUTLASS has them.
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(once ? kOnce : kUsual)
         : "memory");
   }
+}
+
+// Stores four matrices of 8 by 8 halves, which lie in a warp as wgmma's sums do, to shared memory: each thread says
+// where one of their rows is to be.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// What threads wrote to shared memory, before one starts a copy from there.
+__device__ __forceinline__ void make_visible_to_accelerator() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts to copy a box from shared memory to a tensor.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int x, int y, uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], [%4], %5;\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(x), "r"(y), "r"(0), "r"(from), "l"(kOnce)
+      : "memory");
+}
+
+// Waits until the thread's boxes but for so many were read from shared memory.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_boxes() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
 // How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes or of 64, swizzled. Along k, 8 rows
