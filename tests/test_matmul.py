@@ -387,6 +387,7 @@ class TestCuda:
         """With few rows, few columns, many of both, and sizes of no tile; with and without parts of k, in clusters too."""
         cases = [(128, 1000, 4096), (4096, 520, 100), (60, 4096, 1000), (300, 20_000, 200), (1030, 257, 515)]
         cases += [(3000, 64, 8), (5, 300, 12_000), (16, 4096, 1000), (70, 20_000, 9)]
+        cases += [(64, 100_000, 16), (9, 90_001, 20)]
         if dtype == torch.float64:  # What takes long has tiles of its own.
             cases += [(96, 500, 80), (2950, 3000, 3010), (3300, 3200, 3240)]
         for sizes in cases:

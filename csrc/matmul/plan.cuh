@@ -76,7 +76,7 @@ template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
     const Device& device, bool adds_in_clusters, bool swapped = false) {
-  constexpr int64_t kMostSplits = 128, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kFewRows = 64;
+  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kFewRows = 64;
   constexpr double kLeastOfLines = 17000, kLeastOfStream = 150000;
   // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
   const int64_t rows = swapped ? n : m, columns = swapped ? m : n;
@@ -107,11 +107,12 @@ Plan plan(
       at_least += costs.line * static_cast<double>(kLine) / (width * bytes) * time_of_memory(0, columns, k, bytes);
     }
     if (streams) at_least = std::max(at_least, tiles * tiling.steps * read / costs.streamed);
-    for (int64_t splits = 1; splits <= kMostSplits; ++splits) {
+    for (int64_t splits = 1, next; splits <= kMostSplits; splits = next) {
       const int64_t steps = ceil_div(tiling.steps, splits);
+      // Numbers of parts between the two would leave some empty.
+      next = std::max(splits + 1, ceil_div(tiling.steps, std::max<int64_t>(steps - 1, 1)));
       const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;
       if (splits > 1 && (!deep || tiles * splits > most)) break;
-      if (ceil_div(tiling.steps, steps) != splits) continue;
       const bool fits_cluster =
           adds_in_clusters && device.has_clusters() && shape.processors == 1 && splits > 1 && splits <= kMostInCluster;
       for (const bool in_cluster : {true, false}) {
