@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_steps(
 
 template <int... kShape>
 __device__ __forceinline__ void consume(
-    const Product<double, double>& product, const CUtensorMap&, const Layouts& layouts,
+    const Product<double, double>& product, const CUtensorMap*, const Layouts& layouts,
     const Role<Doubles<kShape...>>& role) {
   using H = Doubles<kShape...>;
   const Stages& stages = role.stages;

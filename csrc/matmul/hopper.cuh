@@ -38,6 +38,11 @@ constexpr int kSmall = 4;                   // The smallest that is square.
 constexpr int kTall = 5;                    // Two of them.
 constexpr int kNarrowest = kTileCount - 1;  // The tile of products with no more rows, or columns, than it has columns.
 
+// The swizzle repeats every 1,024 bytes. All stages of a multiprocessor take no more than so many bytes: with one more
+// of them, products over long k take up to 9% longer.
+constexpr int kAlignment = 1024, kMostStages = 16, kSharedBytes = 208 * 1024;
+constexpr int kBarrierBytes = (2 * kMostStages + 1) * 8;
+
 template <class T_, int kTile>
 struct Hopper {
   using T = T_;
@@ -55,6 +60,9 @@ struct Hopper {
   static constexpr int kOfWarp = 16, kBox = std::min(kN, kInRow<T>), kBoxBytes = kOfWarp * kBox * sizeof(T);
   static constexpr int kBoxes = kTiles[kTile].boxes, kOutBytes = kComputing / kWarp * kBoxes * kBoxBytes;
   static_assert(kN / kBox % kBoxes == 0);
+  // With as many stages as without boxes. Of each block, 1 KiB is the system's.
+  static_assert(
+      (kSharedBytes / kBlocks / kStageBytes * kStageBytes + kOutBytes + kBarrierBytes + 1024) * kBlocks <= 228 * 1024);
 };
 
 // The blocks of a cluster copy a share of b each: of its rows, or if it is transposed and those don't fill boxes, of k.
@@ -62,14 +70,6 @@ template <class H>
 constexpr int kShare = H::kN / H::kCluster;
 template <class H>
 constexpr bool kSharesK = H::kCluster == 2 && kShare<H> % kInRow<typename H::T> != 0;
-
-// The swizzle repeats every 1,024 bytes.
-constexpr int kAlignment = 1024, kMostStages = 16, kBarrierBytes = (2 * kMostStages + 1) * 8;
-
-// The shared memory of each of so many blocks of a multiprocessor, besides the barriers: 1 KiB is the system's.
-constexpr int shared_bytes_of_block(int blocks) {
-  return 228 * 1024 / blocks - 1024 - kBarrierBytes;
-}
 
 // The stages of a block, in so many bytes of shared memory.
 struct Memory {
@@ -98,9 +98,6 @@ struct Layouts {
     return layouts;
   }
 };
-
-// Rows of the result that are a multiple of so many elements are stored in boxes.
-constexpr int kInBoxes = 8;
 
 // Four sums of each thread that computes: of halves, eight columns of a tile.
 template <class H>
@@ -403,10 +400,12 @@ __device__ __forceinline__ void store_boxes(
 // Stores a thread's sums of a tile.
 template <class H>
 __device__ __forceinline__ void store(
-    const Product<typename H::T, float>& product, const CUtensorMap& map, const Tiles<H>& tiles, const Stages& stages,
+    const Product<typename H::T, float>& product, const CUtensorMap* map, const Tiles<H>& tiles, const Stages& stages,
     const float (&sums)[H::kN / 2]) {
   using T = typename H::T;
-  if (product.partial == nullptr && product.has_vectors(kInBoxes)) return store_boxes<H>(map, tiles, stages, sums);
+  if (map != nullptr && product.partial == nullptr && product.has_vectors(8)) {
+    return store_boxes<H>(*map, tiles, stages, sums);
+  }
   const int in_quad = threadIdx.x % 4;
   int64_t row = tiles.row + row_in_tile();
   if (product.partial == nullptr && !product.has_vectors(4)) {
@@ -480,9 +479,10 @@ __device__ __forceinline__ void add_steps(float (&sums)[H::kN / 2], Turn& turn, 
   release<H>(stages, before);
 }
 
+// With a map of the result, whole vectors are stored in boxes.
 template <class T, int kTile>
 __device__ __forceinline__ void consume(
-    const Product<T, float>& product, const CUtensorMap& map, const Layouts& layouts,
+    const Product<T, float>& product, const CUtensorMap* map, const Layouts& layouts,
     const Role<Hopper<T, kTile>>& role) {
   using H = Hopper<T, kTile>;
   const Stages& stages = role.stages;
@@ -533,7 +533,7 @@ __global__ void __launch_bounds__(H::kThreads, H::kBlocks) hopper_kernel(
   });
   if (role.computes()) {
     if constexpr (H::kRegisters != 0) take_registers<H::kRegisters>();
-    consume(product, map_c, layouts, role);
+    consume(product, &map_c, layouts, role);
   } else {
     if constexpr (H::kRegisters != 0) leave_registers<kOfCopying>();
     if (role.copies()) copies.rest();
@@ -585,36 +585,27 @@ bool encode(
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// A map of the result, if it is stored in boxes.
+// As many stages as fit where so many blocks are on a multiprocessor, and as a block has steps; behind them `out`
+// bytes; and at least as much memory as a block's share of a cluster's sums takes.
 template <class H>
-bool encode_result(const Product<typename H::T, float>& product, const Tiling& tiling, CUtensorMap* map) {
-  if (tiling.splits() > 1 || !product.has_vectors(kInBoxes)) return true;
-  return encode<typename H::T>({product.c, product.c_outer, 1}, {}, product.m, product.n, H::kOfWarp, map, H::kBox);
-}
-
-// As many stages as fit where so many blocks are on a multiprocessor, and as a block has steps, and behind them the
-// boxes of the result, unless parts of k are added up later; at least as much memory as a block's share of a cluster's
-// sums.
-template <class H>
-Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, int processors) {
+Memory memory_of(const Tiling& tiling, int64_t blocks, bool split_in_cluster, int out, int processors) {
   const int64_t at_a_time = std::min<int64_t>(ceil_div(blocks, processors), H::kBlocks), splits = tiling.splits();
-  const int64_t out = splits == 1 ? H::kOutBytes : 0;
-  const int64_t fit = (shared_bytes_of_block(static_cast<int>(at_a_time)) - out) / H::kStageBytes;
+  const int64_t fit = kSharedBytes / at_a_time / H::kStageBytes;
   const int64_t steps = tiling.steps_per_split * ceil_div(tiling.count() * H::kCluster, blocks);
   const auto stages = static_cast<int>(std::min({fit, steps, int64_t(kMostStages)}));
   const int64_t received = split_in_cluster ? splits * ceil_div(H::kSums / 4, splits) * kFourBytes<H> : 0;
-  return {static_cast<int>(std::max(stages * H::kStageBytes + out, received)), stages};
+  return {std::max(stages * H::kStageBytes + out, static_cast<int>(received)), stages};
 }
 
 // Launches a kernel of H for all tiles. Their parts of k are a cluster's blocks, or are added up later.
 template <class H, class Kernel, class... Arguments>
 void launch_tiles(
-    Launch& launch, Kernel* kernel, const Tiling& tiling, int processors, bool added_later,
+    Launch& launch, Kernel* kernel, const Tiling& tiling, int processors, bool added_later, int out,
     const Arguments&... arguments) {
   const bool split_in_cluster = H::kCluster == 1 && tiling.splits() > 1 && !added_later;
   const int64_t clusters =
       split_in_cluster ? tiling.count() : std::min<int64_t>(tiling.count(), processors / H::kCluster * H::kBlocks);
-  const Memory memory = memory_of<H>(tiling, clusters * H::kCluster, split_in_cluster, processors);
+  const Memory memory = memory_of<H>(tiling, clusters * H::kCluster, split_in_cluster, out, processors);
   launch.clusters(
       kernel, clusters * H::kCluster, split_in_cluster ? static_cast<int>(tiling.splits()) : H::kCluster, H::kThreads,
       memory.bytes + kBarrierBytes, true, TileOrder(tiling, split_in_cluster), memory, arguments...);
@@ -626,13 +617,18 @@ void multiply(
   Layouts layouts = Layouts::of(product, tiling);
   layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
   const int depth = kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK;
+  const bool in_boxes = H::kOutBytes != 0 && tiling.splits() == 1 && product.has_vectors(8);
   CUtensorMap map_a, map_b, map_c{};
   bool encoded = encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) &&
                  encode(product.b, layouts.b, product.n, product.k, kShare<H>, &map_b, depth);
-  if constexpr (H::kOutBytes != 0) encoded &= encode_result<H>(product, tiling, &map_c);
+  if constexpr (H::kOutBytes != 0) {
+    const Factor<typename H::T> result{product.c, product.c_outer, 1};
+    if (in_boxes) encoded &= encode(result, {}, product.m, product.n, H::kOfWarp, &map_c, H::kBox);
+  }
   if (!encoded) fail("matmul", "the driver can't describe the matrices to the GPU");
   launch_tiles<H>(
-      launch, hopper_kernel<H>, tiling, processors, product.partial != nullptr, layouts, product, map_a, map_b, map_c);
+      launch, hopper_kernel<H>, tiling, processors, product.partial != nullptr, in_boxes ? H::kOutBytes : 0, layouts,
+      product, map_a, map_b, map_c);
 }
 
 // Whether the current device runs code for architecture 9.0a: it is of 9.0, and the library has such code.

@@ -11,10 +11,6 @@ struct Pieces {
   int a, b;  // bytes
 };
 
-// How many stages there are at least, if a block has as many steps.
-template <class H>
-constexpr int kLeastStages = (shared_bytes_of_block(H::kBlocks) - H::kOutBytes) / H::kStageBytes;
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Copies lines of kLineBytes, of which `lines` are there with so many elements each, and swizzles them.
@@ -91,7 +87,7 @@ __device__ __forceinline__ void copy_stages(
   };
   // A stage comes back once the one after it was given too. So there are two more, or as many as a block has steps.
   constexpr int kFew = 2, kMany = 6;
-  static_assert(kLeastStages<H> >= kFew + 2);
+  static_assert(kSharedBytes / H::kBlocks / H::kStageBytes >= kFew + 2);
   if (stages.memory.stages >= kMany + 2) return run(std::integral_constant<int, kMany>());
   run(std::integral_constant<int, kFew>());
 }
@@ -102,14 +98,14 @@ template <class H>
 __global__ void __launch_bounds__(H::kThreads, H::kBlocks) pieces_kernel(
     const __grid_constant__ TileOrder order, const __grid_constant__ Memory memory,
     const __grid_constant__ Layouts layouts, const __grid_constant__ Product<typename H::T, float> product,
-    Pieces pieces, const __grid_constant__ CUtensorMap map_c) {
+    Pieces pieces) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(kAlignment) unsigned char shared[];
   start_kernel_behind();
   const Role<H> role(shared, memory, order);
   role.begin([] {}, kWarpgroup);
   if (role.computes()) {
-    consume(product, map_c, layouts, role);
+    consume(product, nullptr, layouts, role);  // Memory for boxes would be the L1 cache's, where lines are read again.
   } else {
     wait_for_kernel_before();
     copy_stages(product, layouts, pieces, role);
@@ -123,11 +119,9 @@ void multiply_pieces(
     Launch& launch, const Product<typename H::T, float>& product, const Tiling& tiling, int processors) {
   static_assert(H::kCluster == 1);
   const Layouts layouts{Layout::of(product.a, product.m), Layout::of(product.b, product.n)};
-  CUtensorMap map_c{};
-  if (!encode_result<H>(product, tiling, &map_c)) fail("matmul", "the driver can't describe the result to the GPU");
   launch_tiles<H>(
-      launch, pieces_kernel<H>, tiling, processors, product.partial != nullptr, layouts, product,
-      Pieces{piece_of(product.a), piece_of(product.b)}, map_c);
+      launch, pieces_kernel<H>, tiling, processors, product.partial != nullptr, 0, layouts, product,
+      Pieces{piece_of(product.a), piece_of(product.b)});
 }
 
 // What multiplies in pieces with tiles of a shape, if anything does.

@@ -79,8 +79,7 @@ struct Split {
   static constexpr int kComputing = 2 * kWarpgroup, kThreads = kComputing + kWarpgroup;
   static constexpr int kGroup = kWarpgroup, kSums = kN / 2;
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow / 2;
-  static constexpr int kStageBytes = kBytesA + Parts::kCount * kBytesB,
-                       kStages = shared_bytes_of_block(1) / kStageBytes;
+  static constexpr int kStageBytes = kBytesA + Parts::kCount * kBytesB, kStages = kSharedBytes / kStageBytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
