@@ -1,6 +1,10 @@
 // Runs an elementwise operator on the CPU: in parallel above a grain, and with the widest vectors that the machine has.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
 #include "cpu_dtypes.h"
 #include "loop.h"
 #include "simd.h"
@@ -147,20 +151,55 @@ struct Steps {
   size_t same = kIn;
 };
 
-// Rows of a tile, of elements that lie across: `step` apart in a row, and next to each other from row to row.
+// Transposes a square of as many elements as a vector of 16 bytes has.
 template <class T>
-[[gnu::noinline]] void turn(const T* from, int64_t step, int64_t columns, int64_t rows, T* to, int64_t pitch) {
-  constexpr int64_t kAhead = 16;
-  for (int64_t i = 0; i < columns; ++i, from += step) {
-    __builtin_prefetch(from + kAhead * step);  // Hardware foresees neighbouring lines alone.
-    for (int64_t r = 0; r < rows; ++r) to[r * pitch + i] = from[r];
+void transpose_square(const T* from, int64_t step, T* to, int64_t pitch) {
+  constexpr int kLanes = 16 / sizeof(T);
+  using Bits = std::conditional_t<
+      sizeof(T) == 1, uint8_t,
+      std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
+  static_assert(sizeof(T) == sizeof(Bits));
+  typedef Bits Vector __attribute__((vector_size(16)));
+  Vector rows[kLanes], interleaved[kLanes];
+  for (int i = 0; i < kLanes; ++i) memcpy(&rows[i], from + i * step, sizeof(Vector));
+  // The first half of the rows and the second are interleaved, as often as it takes for each element to arrive.
+  [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
+    for (int times = 1; times < kLanes; times *= 2) {
+      for (int i = 0; i < kLanes / 2; ++i) {
+        const Vector &x = rows[i], &y = rows[i + kLanes / 2];
+        interleaved[2 * i] = Vector{(kLane % 2 ? y : x)[kLane / 2]...};
+        interleaved[2 * i + 1] = Vector{(kLane % 2 ? y : x)[(kLanes + kLane) / 2]...};
+      }
+      for (int i = 0; i < kLanes; ++i) rows[i] = interleaved[i];
+    }
+  }(std::make_integer_sequence<int, kLanes>());
+  for (int i = 0; i < kLanes; ++i) memcpy(to + i * pitch, &rows[i], sizeof(Vector));
+}
+
+// Copies columns, `step` elements apart, of elements next to each other into the rows of a tile.
+template <class T>
+[[gnu::noinline]] void transpose(const T* from, int64_t step, int64_t columns, int64_t rows, T* to, int64_t pitch) {
+  constexpr int64_t kAhead = 32, kSide = 16 / sizeof(T);
+  int64_t i = 0;
+  for (; i + kSide <= columns; i += kSide) {
+    const T* const column = from + i * step;
+    // The processor foresees neighbouring lines alone.
+    for (int64_t k = kAhead; k < kAhead + kSide; ++k) __builtin_prefetch(column + k * step);
+    int64_t r = 0;
+    for (; r + kSide <= rows; r += kSide) transpose_square(column + r, step, to + r * pitch + i, pitch);
+    for (; r < rows; ++r) {
+      for (int64_t k = 0; k < kSide; ++k) to[r * pitch + i + k] = column[k * step + r];
+    }
+  }
+  for (; i < columns; ++i) {
+    for (int64_t r = 0; r < rows; ++r) to[r * pitch + i] = from[i * step + r];
   }
 }
 
 // Where an input lies across the rows, as a transposed one does, a row touches a cache line for each of its elements,
 // and the next row the same lines again. So whole lines are read, into as many rows of a tile as they have elements.
 template <size_t kOut, size_t kIn, class T, class Op>
-void turned(
+void in_tiles(
     const Pointers<T, kOut + kIn>& data, const int64_t (&steps)[kOut + kIn], const bool (&across)[kOut + kIn],
     const Stack<kOut + kIn>& part, const Op& op) {
   constexpr size_t N = kOut + kIn;
@@ -168,7 +207,7 @@ void turned(
   alignas(64) T tiles[kIn][kRows][kColumns];
   int64_t steps_in_tiles[N];
   for (size_t k = 0; k < N; ++k) steps_in_tiles[k] = across[k] ? 1 : steps[k];
-  const Steps<kOut, kIn, T> in_tiles(steps_in_tiles);
+  const Steps<kOut, kIn, T> of_tiles(steps_in_tiles);
   for (int64_t first = 0; first < part.count; first += kRows) {
     for (int64_t begin = 0; begin < part.size; begin += kColumns) {
       Stack<N> tile{std::min(kColumns, part.size - begin), std::min(kRows, part.count - first)};
@@ -179,11 +218,11 @@ void turned(
       }
       for (size_t k = 0; k < kIn; ++k) {
         if (!across[kOut + k]) continue;
-        turn(at.at[kOut + k], steps[kOut + k], tile.size, tile.count, tiles[k][0], kColumns);
+        transpose(at.at[kOut + k], steps[kOut + k], tile.size, tile.count, tiles[k][0], kColumns);
         at.at[kOut + k] = tiles[k][0];
         tile.down[kOut + k] = kColumns;
       }
-      in_tiles.go_through(at, tile, op);
+      of_tiles.go_through(at, tile, op);
     }
   }
 }
@@ -211,7 +250,7 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
       for (size_t k = 0; k < N; ++k) part.down[k] = loop.strides[k][1];
     }
     if (any_across && part.count > 1) {
-      turned<kOut, kIn>(data, steps, across, part, op);
+      in_tiles<kOut, kIn>(data, steps, across, part, op);
     } else {
       in_rows.go_through(data, part, op);
     }
