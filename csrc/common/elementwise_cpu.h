@@ -204,13 +204,15 @@ void in_tiles(
     const Stack<kOut + kIn>& part, const Op& op) {
   constexpr size_t N = kOut + kIn;
   constexpr int64_t kRows = 64 / sizeof(T), kColumns = 512 / sizeof(T);
-  alignas(64) T tiles[kIn][kRows][kColumns];
+  alignas(64) T tiles[kIn][kRows * kColumns];
+  // Where rows are short, a tile has more of them.
+  const int64_t columns = std::min(kColumns, part.size), most_rows = kColumns / columns * kRows;
   int64_t steps_in_tiles[N];
   for (size_t k = 0; k < N; ++k) steps_in_tiles[k] = across[k] ? 1 : steps[k];
   const Steps<kOut, kIn, T> of_tiles(steps_in_tiles);
-  for (int64_t first = 0; first < part.count; first += kRows) {
-    for (int64_t begin = 0; begin < part.size; begin += kColumns) {
-      Stack<N> tile{std::min(kColumns, part.size - begin), std::min(kRows, part.count - first)};
+  for (int64_t first = 0; first < part.count; first += most_rows) {
+    for (int64_t begin = 0; begin < part.size; begin += columns) {
+      Stack<N> tile{std::min(columns, part.size - begin), std::min(most_rows, part.count - first)};
       Pointers<T, N> at;
       for (size_t k = 0; k < N; ++k) {
         at.at[k] = data.at[k] + begin * steps[k] + first * part.down[k];
@@ -218,9 +220,9 @@ void in_tiles(
       }
       for (size_t k = 0; k < kIn; ++k) {
         if (!across[kOut + k]) continue;
-        transpose(at.at[kOut + k], steps[kOut + k], tile.size, tile.count, tiles[k][0], kColumns);
-        at.at[kOut + k] = tiles[k][0];
-        tile.down[kOut + k] = kColumns;
+        transpose(at.at[kOut + k], steps[kOut + k], tile.size, tile.count, tiles[k], columns);
+        at.at[kOut + k] = tiles[k];
+        tile.down[kOut + k] = columns;
       }
       of_tiles.go_through(at, tile, op);
     }
@@ -242,6 +244,8 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
     across[k] = k >= kOut && steps[k] > 1 && loop.ndim > 1 && loop.strides[k][1] == 1;
     any_across = any_across || across[k];
   }
+  // Rows that are shorter than a vector are not transposed in vectors; `strided` goes through them in less time.
+  if (std::is_same_v<T, typename Compute<T>::type> && loop.sizes[0] * sizeof(T) < 16) any_across = false;
   const Steps<kOut, kIn, T> in_rows(steps);
   for (int64_t done = begin; done < end;) {
     Stack<N> part{std::min(loop.sizes[0] - index[0], end - done)};
