@@ -164,7 +164,7 @@ void transpose_square(const T* from, int64_t step, T* to, int64_t pitch) {
   for (int i = 0; i < kLanes; ++i) memcpy(&rows[i], from + i * step, sizeof(Vector));
   // The first half of the rows and the second are interleaved, as often as it takes for each element to arrive.
   [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
-    for (int times = 1; times < kLanes; times *= 2) {
+    for (int stage = 1; stage < kLanes; stage *= 2) {
       for (int i = 0; i < kLanes / 2; ++i) {
         const Vector &x = rows[i], &y = rows[i + kLanes / 2];
         interleaved[2 * i] = Vector{(kLane % 2 ? y : x)[kLane / 2]...};

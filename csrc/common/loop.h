@@ -186,13 +186,13 @@ void collapse_dims(const Shape& shape, const int64_t (&strides)[N][kMaxDims], co
   if (std::find(shape.dims, shape.dims + shape.ndim, 0) != shape.dims + shape.ndim) return linear_loop(loop, 0);
   for (int k = 0; k < shape.ndim; ++k) {
     const int64_t size = shape[perm[k]];
-    loop.numel *= size;
+    loop.numel = times(loop.numel, size);  // It wraps around only where no result can be allocated.
     if (size == 1) continue;
     const int last = loop.ndim - 1;
     bool merge = last >= 0;
-    for (int i = 0; merge && i < N; ++i) merge = strides[i][perm[k]] == loop.strides[i][last] * loop.sizes[last];
+    for (int i = 0; merge && i < N; ++i) merge = strides[i][perm[k]] == times(loop.strides[i][last], loop.sizes[last]);
     if (merge) {
-      loop.sizes[last] *= size;
+      loop.sizes[last] = times(loop.sizes[last], size);
       continue;
     }
     loop.sizes[loop.ndim] = size;
