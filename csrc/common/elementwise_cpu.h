@@ -152,7 +152,7 @@ struct Steps {
 };
 
 // Transposes a square of as many elements as a vector of 16 bytes has. Interleaving is an instruction of every x86-64;
-// what matmul exchanges in wider vectors would take up to 30% longer here for float32.
+// exchanges of lanes in wider vectors would take up to 30% longer here for float32.
 template <class T>
 void transpose_square(const T* from, int64_t step, T* to, int64_t pitch) {
   constexpr int kLanes = 16 / sizeof(T);

@@ -139,7 +139,6 @@ def checkout(original, tmp_path_factory) -> Checkout:
     return made
 
 
-@pytest.mark.builds
 class TestDistribution:
     def test_nothing_of_the_original(self, checkout):
         """Neither its name nor its operators."""
@@ -177,6 +176,7 @@ class TestDistribution:
         left_out = {"docs", "examples", "CONTRIBUTING.md", "copier.yml", "~[ _copier_conf.answers_file ]~"}
         assert there - here == left_out and here - there == {".copier-answers.yml"}
 
+    @pytest.mark.builds
     @pytest.mark.parametrize("name", ["a_distribution_of_20", pytest.param("ops", marks=pytest.mark.long)])
     def test_style_whatever_the_name(self, original, tmp_path, name):
         """With an operator of each shape and kind."""
@@ -490,7 +490,6 @@ class TestRemove:
             said = checkout.run("templates.op", "remove", name, fails=True)
             assert f"NAME must be that of an operator's files, got {name!r}: those are " in said
 
-    @pytest.mark.builds
     def test_no_trace_is_left(self, checkout):
         """Not of results and pictures either."""
         results = checkout.path / "benchmarks" / "results"
