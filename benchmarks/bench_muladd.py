@@ -10,7 +10,19 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.contenders import CALL, DTYPES, RECORD, backward, batched_call, calls, compiled, graphed, sizes, vectors
+from benchmarks.contenders import (
+    CALL,
+    COLD,
+    DTYPES,
+    RECORD,
+    backward,
+    batched_call,
+    calls,
+    compiled,
+    graphed,
+    sizes,
+    vectors,
+)
 from benchmarks.harness import OURS, Case, Function, Grid, time_calls
 from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import reference_of
@@ -50,7 +62,7 @@ def peers(device: str, dtype: torch.dtype) -> dict[str, Function]:
 def forward(device: str, dtype: torch.dtype, log2: int) -> Iterator[Case]:
     n = 2**log2
     common = {"dtype": dtype, "size": f"2^{log2}", "x": n, "bytes": 3 * dtype.itemsize * n}
-    common["reason"] = CALL if device == "cpu" and log2 <= 16 else ""
+    common["reason"] = COLD if device == "cpu" and log2 <= 16 else ""
     two, four = vectors(device, dtype, n, 2), vectors(device, dtype, n, 3)
     short = log2 == 20 or (log2 == 16 and dtype == torch.float32)
     yield Case(

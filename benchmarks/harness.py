@@ -285,16 +285,15 @@ def flushed(function: Callable[[], object], flush: Tensor) -> tuple[torch.cuda.E
     return start, end
 
 
-def time_in_turn(calls: list[Callable[[], object]], device: str, clock: Clock) -> list[float]:
+def time_in_turn(calls: dict[str, Callable[[], object]], device: str, clock: Clock) -> list[float]:
     """Seconds a call of each, the least of few rounds: what disturbs a call only adds."""
     rounds = 4
     if device == "cpu":
-        times = [[time_cpu(call, clock) for call in calls] for _ in range(rounds)]
-    else:
-        flush = torch.empty(2**28, dtype=torch.uint8, device=device)
-        events = [[flushed(call, flush) for call in calls] for _ in range(rounds)]
-        torch.cuda.synchronize()
-        times = [[start.elapsed_time(end) / 1e3 for start, end in of_round] for of_round in events]
+        return [min(values) for values in alternate(calls, lambda call: time_cpu(call, clock), rounds).values()]
+    flush = torch.empty(2**28, dtype=torch.uint8, device=device)
+    events = [[flushed(call, flush) for call in calls.values()] for _ in range(rounds)]
+    torch.cuda.synchronize()
+    times = [[start.elapsed_time(end) / 1e3 for start, end in of_round] for of_round in events]
     return [min(of_call) for of_call in zip(*times)]
 
 
@@ -318,7 +317,8 @@ def measure_grid(grid: Grid, clock: Clock) -> dict:
                 where = ", ".join(f"{axis} = {size}" for axis, size in zip(grid.axes, sizes))
                 raise Disagreement(f"{grid.op}: {grid.name} on {grid.device}, {where}: not what {named} computes")
         del got, want
-        pair = time_in_turn([partial(grid.ours, *inputs), partial(peer, *inputs)], grid.device, clock)
+        calls = {OURS: partial(grid.ours, *inputs), named: partial(peer, *inputs)}
+        pair = time_in_turn(calls, grid.device, clock)
         times[sizes] = [short(min(both)) for both in zip(pair, times.get(sizes, pair))]
     described = {"op": grid.op, "case": grid.name, "workload": "grid", "dtype": dtype_name(grid.dtype), "bytes": 0}
     described |= {"operations": 0, "unit": "s", "contender": named}
