@@ -133,8 +133,10 @@ def training(device: str, dtype: torch.dtype, side: int) -> Case:
 
 
 def grid(device: str, dtype: torch.dtype) -> Grid:
-    """Every M, K and N of GRID, up to a millisecond or two each."""
+    """Every M, K and N of GRID, up to a millisecond or two each on a GPU, and to ten on the CPU."""
     most_bytes, most_operations = 2**32, 2**40 if dtype.itemsize == 2 else 2**36
+    if device == "cpu":
+        most_bytes, most_operations = 2**26, 2**28
 
     def fits(m: int, k: int, n: int) -> bool:
         return dtype.itemsize * (m * k + k * n + m * n) <= most_bytes and 2 * m * k * n <= most_operations
@@ -183,6 +185,8 @@ def cases(device: str) -> Iterator[Case | Grid]:
         for sizes in SHAPES:
             yield case(device, dtype, sizes, size=by(sizes))
         yield grid(device, dtype)
+    if device == "cpu":
+        yield grid(device, torch.float32)
 
 
 def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -98,17 +98,45 @@ int64_t part_of(int64_t n, int64_t most, int64_t unit) {
 #if __has_builtin(__builtin_shufflevector)
 #define EXTENSION_CPP_TRANSPOSE  // GCC 12 and Clang; without it, elements are copied one by one.
 
+template <class Lanes, int... kFrom>
+[[gnu::always_inline]] inline void shuffle(
+    Lanes& to, const Lanes& x, const Lanes& y, std::integer_sequence<int, kFrom...>) {
+  to = __builtin_shufflevector(x, y, kFrom...);
+}
+
 // rows[i][p] for rows[p][i], of as many rows as a vector has lanes: by exchanging neighbours, then pairs, and so on.
-template <int kStep, class Lanes, int... kLane>
+template <int kStep = 1, class Lanes, int... kLane>
 [[gnu::always_inline]] inline void transpose(Lanes* rows, std::integer_sequence<int, kLane...> lanes) {
   constexpr int kLanes = sizeof...(kLane);
-  if constexpr (kStep < kLanes) {
+  if constexpr (kStep == 1 && sizeof(Lanes) == 4 * kLanes) {
+    // Four rows at a time: x86 has no instruction that exchanges neighbours of four bytes, but it interleaves them.
+    using Low = std::integer_sequence<int, (kLane / 4 * 4 + kLane % 4 / 2 + kLane % 2 * kLanes)...>;
+    using High = std::integer_sequence<int, (kLane / 4 * 4 + kLane % 4 / 2 + kLane % 2 * kLanes + 2)...>;
+    using First = std::integer_sequence<int, (kLane & 2 ? kLanes + kLane - 2 : kLane)...>;
+    using Second = std::integer_sequence<int, (kLane & 2 ? kLanes + kLane : kLane + 2)...>;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i += 4) {
+      Lanes low[2], high[2];
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        shuffle(low[j], rows[i + 2 * j], rows[i + 2 * j + 1], Low());
+        shuffle(high[j], rows[i + 2 * j], rows[i + 2 * j + 1], High());
+      }
+      shuffle(rows[i], low[0], low[1], First());
+      shuffle(rows[i + 1], low[0], low[1], Second());
+      shuffle(rows[i + 2], high[0], high[1], First());
+      shuffle(rows[i + 3], high[0], high[1], Second());
+    }
+    transpose<4>(rows, lanes);
+  } else if constexpr (kStep < kLanes) {
+    using First = std::integer_sequence<int, (kLane & kStep ? kLanes + kLane - kStep : kLane)...>;
+    using Second = std::integer_sequence<int, (kLane & kStep ? kLanes + kLane : kLane + kStep)...>;
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       if (i & kStep) continue;
       const Lanes low = rows[i], high = rows[i + kStep];
-      rows[i] = __builtin_shufflevector(low, high, (kLane & kStep ? kLanes + kLane - kStep : kLane)...);
-      rows[i + kStep] = __builtin_shufflevector(low, high, (kLane & kStep ? kLanes + kLane : kLane + kStep)...);
+      shuffle(rows[i], low, high, First());
+      shuffle(rows[i + kStep], low, high, Second());
     }
     transpose<2 * kStep>(rows, lanes);
   }
@@ -122,7 +150,7 @@ template <int kStep, class Lanes, int... kLane>
 // its permutations take four of the registers that a tile needs.
 template <int kStrip, int kBytes, class T, class V>
 void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
-  simd::run_apart<kBytes>([&] {
+  simd::run_apart<kBytes>([=] {
     using Packed = Packing<T, V>;
     constexpr int kTerms = Packed::kTerms;
     const int64_t whole = terms / kTerms;
@@ -130,11 +158,12 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
     int64_t done = 0;
     if (from.outer == 1) {
       for (; done < whole; ++done) {
-        const T* row = from.data + done * kTerms * from.inner;
+        const T* const row = from.data + done * kTerms * from.inner;
+        V* const at = to + done * kStrip;
         if (rows == kStrip) {
-          for (int i = 0; i < kStrip; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
+          Packed::template ones<kStrip>(row, from.inner, at);
         } else {
-          for (int64_t i = 0; i < rows; ++i) to[done * kStrip + i] = Packed::one(row + i, from.inner);
+          for (int64_t i = 0; i < rows; ++i) at[i] = Packed::one(row + i, from.inner);
         }
       }
     }
@@ -149,7 +178,7 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
           __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
           Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
         }
-        for (auto& block : blocks) transpose<1>(block, std::make_integer_sequence<int, kLanes>());
+        for (auto& block : blocks) transpose(block, std::make_integer_sequence<int, kLanes>());
         // In the order of the addresses: what is written behind a row is overwritten by the next.
         for (int p = 0; p < kLanes; ++p) {
           for (int k = 0; k < kBlocks; ++k) {
@@ -226,7 +255,7 @@ void multiply_tile(
   }
   if (whole) return;
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < columns; ++j) c[i * c_step + j] = edge[i][j] + (add ? c[i * c_step + j] : V(0));
+    for (int64_t j = 0; j < columns; ++j) c[i * c_step + j] = add ? edge[i][j] + c[i * c_step + j] : edge[i][j];
   }
 }
 
@@ -257,11 +286,12 @@ void multiply_strip(
 
 constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
 
-// Whether all of b is read from a cache where it lies, whatever the order.
+constexpr int64_t kInL2 = 128 * 1024;  // bytes
+
+// Whether b lies in rows that have so many bytes in all.
 template <class V>
-bool is_small(const Factor<V>& b, int64_t k) {
-  constexpr int64_t kElements = 128 * 1024 / sizeof(V);
-  return b.outer == 1 && b.inner <= kElements / k;
+bool has_rows_of(const Factor<V>& b, int64_t k, int64_t bytes) {
+  return b.outer == 1 && b.inner <= bytes / static_cast<int64_t>(sizeof(V)) / k;
 }
 
 // Whether a is to be packed as a whole, and b not: a has few rows, so that reading b takes the most time, or both are
@@ -269,7 +299,7 @@ bool is_small(const Factor<V>& b, int64_t k) {
 template <class V, int kBytes>
 bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
   constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20, kSmall = 1 << 16;
-  return (m <= 4 * kRows && k <= kMostElements / (4 * kRows)) || (k <= kSmall / m && is_small(b, k));
+  return (m <= 4 * kRows && k <= kMostElements / (4 * kRows)) || (k <= kSmall / m && has_rows_of(b, k, kInL2));
 }
 
 // c = a * b for few rows, in one thread: b is read along its rows or columns, as far as they go, since what lies in
@@ -311,7 +341,8 @@ void multiply_few(
     }
     return;
   }
-  const int64_t most = is_small(b, k) ? B::kDepth : kSlice;
+  constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
+  const int64_t most = has_rows_of(b, k, kInAnyCache) ? B::kDepth : kSlice;
   for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
     const int64_t width = std::min(kFewColumns, n - j0);
     for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
@@ -335,6 +366,125 @@ void multiply_few(
       }
     }
   }
+}
+
+// c = a * b for one row, in one thread, of a b whose rows have their elements next to each other: b is read once, in
+// the order of its memory. `sums` has room for kFewColumns.
+template <int kBytes, class T, class V>
+void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c, V* sums) {
+  simd::run_apart<kBytes>([=] {
+    using Lanes = Vector<V, kBytes>;
+    using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+    constexpr int kLanes = Blocking<V, kBytes>::kLanes;
+    constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth, kAtOnce = 8;
+    V others[kAtOnce][kLanes] = {};
+    for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
+      const int64_t width = std::min(kFewColumns, n - j0), whole = width / kLanes * kLanes;
+      for (int64_t p0 = 0; p0 < k; p0 += kDepth) {
+        const int64_t end = std::min(p0 + kDepth, k);
+        V* const to = p0 == 0 ? c + j0 : sums;
+        std::memset(to, 0, width * sizeof(V));
+        Lanes last{};  // The sums of less than a vector of columns at the end. Scalars may be added without fusing.
+        for (int64_t p = p0; p < end; p += kAtOnce) {
+          const int64_t count = std::min(kAtOnce, end - p);
+          const T* const rows = b.data + j0 + p * b.inner;
+          for (int64_t j = 0; j < whole; j += kLanes) {
+            Lanes sum = *reinterpret_cast<const Anywhere*>(to + j);
+            const T* at = rows + j;
+#pragma GCC unroll 1
+            for (int64_t q = 0; q < count; ++q, at += b.inner) {
+              Lanes of_row;
+              Packing<T, V>::template row<kLanes>(at, reinterpret_cast<V*>(&of_row));
+              sum += a[p + q] * of_row;
+            }
+            *reinterpret_cast<Anywhere*>(to + j) = sum;
+          }
+          if (whole == width) continue;
+#pragma GCC unroll 1
+          for (int64_t q = 0; q < count; ++q) {
+#pragma GCC unroll 1
+            for (int64_t j = whole; j < width; ++j) others[q][j - whole] = load(rows[q * b.inner + j]);
+          }
+#pragma GCC unroll 1
+          for (int64_t q = 0; q < count; ++q) last += a[p + q] * *reinterpret_cast<const Anywhere*>(others[q]);
+        }
+        std::memcpy(others[0], &last, sizeof(last));
+        std::copy_n(others[0], width - whole, to + whole);
+        for (int64_t j = 0; p0 > 0 && j < width; ++j) c[j0 + j] = sums[j] + c[j0 + j];
+      }
+    }
+  });
+}
+
+#if defined(EXTENSION_CPP_TRANSPOSE)
+
+// The same for a b whose columns have their elements next to each other: they are transposed in registers, as many at a
+// time as a vector has lanes. Each sum waits for its last term, so that two vectors of them take turns.
+template <int kBytes, class T, class V>
+void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c) {
+  simd::run_apart<kBytes>([=] {
+    using Lanes = Vector<V, kBytes>;
+    using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+    constexpr int kLanes = Blocking<V, kBytes>::kLanes, kTurns = 2, kColumns = kTurns * kLanes;
+    constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth, kLine = 64 / sizeof(T), kAhead = 8 * kLine;
+    for (int64_t j = 0; j < n; j += kColumns) {
+      const int64_t columns = std::min<int64_t>(kColumns, n - j);
+      const T* from[kColumns];  // What is lacking at the end is another column once more.
+#pragma GCC unroll 1
+      for (int64_t i = 0; i < kColumns; ++i) from[i] = b.data + (j + std::min(i, columns - 1)) * b.outer;
+      for (int64_t p0 = 0; p0 < k; p0 += kDepth) {
+        const int64_t end = std::min(p0 + kDepth, k);
+        Lanes sums[kTurns] = {};
+        int64_t p = p0;
+        for (; p + kLanes <= end; p += kLanes) {
+          for (int i = 0; p % kLine == 0 && i < kColumns; ++i) __builtin_prefetch(from[i] + p + kAhead);
+#pragma GCC unroll 2
+          for (int t = 0; t < kTurns; ++t) {
+            Lanes block[kLanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) {
+              Packing<T, V>::template row<kLanes>(from[t * kLanes + i] + p, reinterpret_cast<V*>(&block[i]));
+            }
+            transpose(block, std::make_integer_sequence<int, kLanes>());
+#pragma GCC unroll 16
+            for (int q = 0; q < kLanes; ++q) sums[t] += a[p + q] * block[q];
+          }
+        }
+        V each[kColumns];
+        for (; p < end; ++p) {
+#pragma GCC unroll 1
+          for (int i = 0; i < kColumns; ++i) each[i] = load(from[i][p]);
+          for (int t = 0; t < kTurns; ++t) sums[t] += a[p] * reinterpret_cast<const Anywhere*>(each)[t];
+        }
+        std::memcpy(each, sums, sizeof(each));
+#pragma GCC unroll 1
+        for (int64_t i = 0; i < columns; ++i) c[j + i] = p0 == 0 ? each[i] : each[i] + c[j + i];
+      }
+    }
+  });
+}
+
+#endif
+
+// Whether c is one row that is multiplied so.
+template <class T>
+bool is_row(const Factor<T>& b, int64_t m) {
+#if defined(EXTENSION_CPP_TRANSPOSE)
+  return m == 1 && (b.outer == 1 || b.inner == 1);
+#else
+  return m == 1 && b.outer == 1;
+#endif
+}
+
+template <int kBytes, class T, class V>
+void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, V* c) {
+  Scratch scratch(Scratch::bytes<V>(k) + Scratch::bytes<V>(kFewColumns));
+  V *const row = scratch.take<V>(k), *const sums = scratch.take<V>(kFewColumns);
+  read(a.data, a.inner, row, k);
+#if defined(EXTENSION_CPP_TRANSPOSE)
+  if (b.inner == 1 && (b.outer != 1 || n == 1)) return multiply_by_columns<kBytes>(row, b, n, k, c);
+#endif
+  multiply_by_rows<kBytes>(row, b, n, k, c, sums);
 }
 
 // c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero.
@@ -399,19 +549,39 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
   const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
   if constexpr (kInPlace) {
+    if (is_row(b, m)) {
+      multiply_row<kBytes>(a, b, n, k, c);
+      return true;
+    }
     if (is_few<V, kBytes>(m, k, b)) {
       const int64_t of_all = round_up(m, B::kRows) * k + kBehind,
                     of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
       const int64_t of_strip = B::kColumns * depth + kBehind;
       Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));
       V *const packed_a = scratch.take<V>(of_all), *const packed_b = scratch.take<V>(of_strip);
-      multiply_few<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b, scratch.take<V>(of_sums));
+      V* const sums = scratch.take<V>(of_sums);
+      // A c that no cache holds is written a few rows at a time, in the order of its memory.
+      constexpr int64_t kHeld = 1024 * 1024 / sizeof(V);
+      const int64_t at_once = has_rows_of(b, k, kInL2) && n > kHeld / m ? B::kRows : m;
+      for (int64_t i = 0; i < m; i += at_once) {
+        const Factor<V> part{a.data + i * a.outer, a.outer, a.inner};
+        multiply_few<kBytes>(part, b, std::min(at_once, m - i), n, k, c + i * c_step, c_step, packed_a, packed_b, sums);
+      }
       return true;
     }
     Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b));
     P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
     return multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
   } else {
+    if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<P, V>) {
+      if (is_row(b, m)) {
+        Scratch scratch(Scratch::bytes<V>(n));
+        V* const sums = scratch.take<V>(n);
+        multiply_row<kBytes>(a, b, n, k, sums);
+        store(c, sums, n);
+        return true;
+      }
+    }
     // b is packed once for so many rows.
     const int64_t most_rows = part_of(m, 4 * B::kHeight, B::kRows), most_columns = part_of(n, B::kWidth, B::kColumns);
     const int64_t of_sums = std::min(most_rows, m) * std::min(most_columns, n);
@@ -506,7 +676,9 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool) {
     if (k == 0) {
       std::memset(out, 0, m * n * sizeof(T));
     } else {
-      run<T>(factor_a<T>(view_a), factor_b<T>(view_b), m, n, k, out);
+      const Factor<T> factors[] = {factor_a<T>(view_a), factor_b<T>(view_b)};
+      const bool swapped = n == 1 && m > 1;  // c has its elements in a row in either case.
+      run<T>(factors[swapped], factors[!swapped], swapped ? n : m, swapped ? m : n, k, out);
     }
   });
   return c;

@@ -196,6 +196,7 @@ class TestValues:
     def test_large_layouts(self, device, dtype):
         """The same bits from every layout, in sizes that are worth the fastest kernels."""
         sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129), (1, 4096, 1000), (1, 100, 20_000)]
+        sizes += [(1000, 2060, 1), (3, 777, 1), (1, 2060, 3), (1, 5000, 1), (700, 16, 500)]
         if device == "cuda":  # Where factors are copied first, and where tiles are widest.
             sizes += [(1027, 512, 1030), (4096, 64, 4096)]
         for m, k, n in sizes:
@@ -309,7 +310,7 @@ def test_any_product(device, sizes, dtype, layout, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_number_of_threads(dtype):
     """The bits don't depend on it."""
-    for sizes in ((150, 300, 270), (5, 400, 900), (900, 400, 5)):
+    for sizes in ((150, 300, 270), (5, 400, 900), (900, 400, 5), (1, 400, 9000), (9000, 400, 1)):
         a, b = factors("cpu", dtype, *sizes)
         with using(1):
             compare(a, b)

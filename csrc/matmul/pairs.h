@@ -12,12 +12,21 @@ namespace extension_cpp::matmul {
 
 using Pair = uint32_t;
 
-// How elements are packed: kTerms of them as one V, with a step of `next` between them.
+// How elements are packed: kTerms of them as one V, with a step of `next` between them; `ones` takes kCount such next
+// to each other, `row` kCount that follow each other along the sum.
 template <class T, class V>
 struct Packing {
   static constexpr int kTerms = 1;
   static V one(const T* at, int64_t) { return load(*at); }
   static V last(const T* at) { return load(*at); }
+  template <int kCount>
+  static void ones(const T* from, int64_t, V* to) {
+    if constexpr (std::is_same_v<T, V>) {
+      std::memcpy(to, from, kCount * sizeof(V));  // Vectors, which compilers don't make of so short a loop.
+    } else {
+      read(from, 1, to, kCount);
+    }
+  }
   template <int kCount>
   static void row(const T* from, V* to) {
     read(from, 1, to, kCount);
@@ -28,6 +37,11 @@ struct Packing<bfloat16, Pair> {
   static constexpr int kTerms = 2;
   static Pair one(const bfloat16* at, int64_t next) { return at->bits | static_cast<Pair>(at[next].bits) << 16; }
   static Pair last(const bfloat16* at) { return at->bits; }  // of an odd number
+  template <int kCount>
+  static void ones(const bfloat16* from, int64_t next, Pair* to) {
+#pragma GCC ivdep
+    for (int i = 0; i < kCount; ++i) to[i] = one(from + i, next);
+  }
   template <int kCount>
   static void row(const bfloat16* from, Pair* to) {
     std::memcpy(to, from, kCount * sizeof(Pair));
