@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Why a peer is faster, where it is.
 CALL = "the stable ABI boxes the arguments of a call, which takes about half a microsecond that PyTorch's own operators don't"
 COLD = (
-    "a call runs twice as many instructions as one of PyTorch's own, in Python and to box its arguments: a microsecond, but "
+    "a call runs about twice as many instructions as PyTorch's own, in Python and to box arguments: a microsecond more, but "
     "up to twenty where the operands have displaced the code from the caches"
 )
 RECORD = "a call that records a gradient is checked in Python, for a microsecond or more, and PyTorch's own in C++"

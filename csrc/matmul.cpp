@@ -286,9 +286,9 @@ void multiply_strip(
 
 constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
 
-constexpr int64_t kInL2 = 128 * 1024;  // bytes
+constexpr int64_t kInL2 = 128 * 1024;  // Bytes of b that stay there.
 
-// Whether b lies in rows that have so many bytes in all.
+// Whether b lies in rows, of no more than so many bytes in all.
 template <class V>
 bool has_rows_of(const Factor<V>& b, int64_t k, int64_t bytes) {
   return b.outer == 1 && b.inner <= bytes / static_cast<int64_t>(sizeof(V)) / k;
@@ -384,7 +384,8 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c
         const int64_t end = std::min(p0 + kDepth, k);
         V* const to = p0 == 0 ? c + j0 : sums;
         std::memset(to, 0, width * sizeof(V));
-        Lanes last{};  // The sums of less than a vector of columns at the end. Scalars may be added without fusing.
+        // The columns at the end. Not as scalars, whose products a compiler may round before it adds them.
+        Lanes last{};
         for (int64_t p = p0; p < end; p += kAtOnce) {
           const int64_t count = std::min(kAtOnce, end - p);
           const T* const rows = b.data + j0 + p * b.inner;
