@@ -104,8 +104,8 @@ template <class Lanes, int... kFrom>
   to = __builtin_shufflevector(x, y, kFrom...);
 }
 
-// rows[i][p] for rows[p][i], of as many rows as a vector has lanes: by exchanging neighbours, then pairs, and so on.
-template <int kStep = 1, class Lanes, int... kLane>
+// rows[i][p] for rows[p][i] in each square of kSide rows and lanes: by exchanging neighbours, then pairs, and so on.
+template <int kSide, int kStep = 1, class Lanes, int... kLane>
 [[gnu::always_inline]] inline void transpose(Lanes* rows, std::integer_sequence<int, kLane...> lanes) {
   constexpr int kLanes = sizeof...(kLane);
   if constexpr (kStep == 1 && sizeof(Lanes) == 4 * kLanes) {
@@ -115,7 +115,7 @@ template <int kStep = 1, class Lanes, int... kLane>
     using First = std::integer_sequence<int, (kLane & 2 ? kLanes + kLane - 2 : kLane)...>;
     using Second = std::integer_sequence<int, (kLane & 2 ? kLanes + kLane : kLane + 2)...>;
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i += 4) {
+    for (int i = 0; i < kSide; i += 4) {
       Lanes low[2], high[2];
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
@@ -127,18 +127,34 @@ template <int kStep = 1, class Lanes, int... kLane>
       shuffle(rows[i + 2], high[0], high[1], First());
       shuffle(rows[i + 3], high[0], high[1], Second());
     }
-    transpose<4>(rows, lanes);
-  } else if constexpr (kStep < kLanes) {
+    transpose<kSide, 4>(rows, lanes);
+  } else if constexpr (kStep < kSide) {
     using First = std::integer_sequence<int, (kLane & kStep ? kLanes + kLane - kStep : kLane)...>;
     using Second = std::integer_sequence<int, (kLane & kStep ? kLanes + kLane : kLane + kStep)...>;
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < kSide; ++i) {
       if (i & kStep) continue;
       const Lanes low = rows[i], high = rows[i + kStep];
       shuffle(rows[i], low, high, First());
       shuffle(rows[i + kStep], low, high, Second());
     }
-    transpose<2 * kStep>(rows, lanes);
+    transpose<kSide, 2 * kStep>(rows, lanes);
+  }
+}
+
+// 16 bytes each of as many columns as fill a vector, kStride columns apart.
+template <int kStride, class Lanes, class V>
+[[gnu::always_inline]] inline void join(Lanes& to, const V* const* from, int64_t p) {
+  if constexpr (sizeof(Lanes) == 16) {
+    to = *reinterpret_cast<const typename VectorOf<V, 16>::anywhere*>(from[0] + p);
+  } else {
+    constexpr int kLanes = sizeof(Lanes) / sizeof(V);
+    Vector<V, sizeof(Lanes) / 2> low, high;
+    join<kStride>(low, from, p);
+    join<kStride>(high, from + kLanes / 2, p);
+    [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
+      to = __builtin_shufflevector(low, high, kLane...);
+    }(std::make_integer_sequence<int, kLanes>());
   }
 }
 
@@ -178,7 +194,7 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
           __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
           Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
         }
-        for (auto& block : blocks) transpose(block, std::make_integer_sequence<int, kLanes>());
+        for (auto& block : blocks) transpose<kLanes>(block, std::make_integer_sequence<int, kLanes>());
         // In the order of the addresses: what is written behind a row is overwritten by the next.
         for (int p = 0; p < kLanes; ++p) {
           for (int k = 0; k < kBlocks; ++k) {
@@ -299,11 +315,13 @@ bool has_rows_of(const Factor<V>& b, int64_t k, int64_t bytes) {
 template <class V, int kBytes>
 bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
   constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20, kSmall = 1 << 16;
-  return (m <= 4 * kRows && k <= kMostElements / (4 * kRows)) || (k <= kSmall / m && has_rows_of(b, k, kInL2));
+  return (m <= 4 * kRows && (b.outer == 1 || k <= kMostElements / (4 * kRows))) ||
+         (k <= kSmall / m && has_rows_of(b, k, kInL2));
 }
 
 // c = a * b for few rows, in one thread: b is read along its rows or columns, as far as they go, since what lies in
-// other pages of memory is waited for. `packed_a` has room for all of a, `sums` for m rows of kFewColumns.
+// other pages of memory is waited for. `packed_a` has room for all of a, or for kDepth of it where b lies in rows,
+// `sums` for m rows of kFewColumns.
 template <int kBytes, class V>
 void multiply_few(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
@@ -311,44 +329,48 @@ void multiply_few(
   using B = Blocking<V, kBytes>;
   const int64_t strips = (m + B::kRows - 1) / B::kRows;
   const auto rows_from = [&](int64_t i) { return std::min<int64_t>(B::kRows, m - i * B::kRows); };
-  for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
-    const int64_t depth = std::min(B::kDepth, k - p0);
+  const auto pack = [&](int64_t p0, int64_t depth, V* to) {
     for (int64_t i = 0; i < strips; ++i) {
       const Factor<V> strip{a.data + i * B::kRows * a.outer + p0 * a.inner, a.outer, a.inner};
-      pack_strip<B::kRows, kBytes>(strip, rows_from(i), depth, packed_a + (p0 * strips + i * depth) * B::kRows);
+      pack_strip<B::kRows, kBytes>(strip, rows_from(i), depth, to + i * depth * B::kRows);
     }
-  }
-  const auto multiply = [&](int64_t p0, int64_t from, int64_t to, const V* rows_of_b, int64_t b_step, Into into,
-                            V* into_c, int64_t step, int64_t columns) {
-    const int64_t depth = std::min(B::kDepth, k - p0);
+  };
+  const auto multiply = [&](const V* packed, int64_t depth, int64_t from, int64_t to, const V* rows_of_b,
+                            int64_t b_step, Into into, V* into_c, int64_t step, int64_t columns) {
     for (int64_t i = 0; i < strips; ++i) {
-      const V* rows = packed_a + (p0 * strips + i * depth + from) * B::kRows;
       multiply_strip<V, kBytes>(
-          to - from, rows, rows_of_b, b_step, into, into_c + i * B::kRows * step, step, rows_from(i), columns);
+          to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, into, into_c + i * B::kRows * step,
+          step, rows_from(i), columns);
     }
   };
   const auto strip_of_b = [&](int64_t p, int64_t j) {
     return Factor<V>{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
   };
   if (b.outer != 1) {
+    for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
+      pack(p0, std::min(B::kDepth, k - p0), packed_a + p0 * strips * B::kRows);
+    }
     for (int64_t j = 0; j < n; j += B::kColumns) {
       const int64_t columns = std::min<int64_t>(B::kColumns, n - j);
       for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
         const int64_t depth = std::min(B::kDepth, k - p0);
         pack_strip<B::kColumns, kBytes>(strip_of_b(p0, j), columns, depth, packed_b);
-        multiply(p0, 0, depth, packed_b, B::kColumns, p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step, columns);
+        multiply(
+            packed_a + p0 * strips * B::kRows, depth, 0, depth, packed_b, B::kColumns,
+            p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step, columns);
       }
     }
     return;
   }
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
-  const int64_t most = has_rows_of(b, k, kInAnyCache) ? B::kDepth : kSlice;
+  const int64_t most = has_rows_of(b, k, kInAnyCache) || has_rows_of(b, B::kDepth, kInL2) ? B::kDepth : kSlice;
   for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
     const int64_t width = std::min(kFewColumns, n - j0);
     for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
       const int64_t depth = std::min(B::kDepth, k - p0);
       V* const to = p0 == 0 ? c + j0 : sums;
       const int64_t step = p0 == 0 ? c_step : width;
+      if (j0 == 0 || k > B::kDepth) pack(p0, depth, packed_a);
       for (int64_t p = 0; p < depth; p += most) {
         const int64_t slice = std::min(most, depth - p);
         for (int64_t j = 0; j < width; j += B::kColumns) {
@@ -357,7 +379,7 @@ void multiply_few(
           const bool in_place = columns == B::kColumns || columns == B::kLanes;
           if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
           multiply(
-              p0, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
+              packed_a, depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
               p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns);
         }
       }
@@ -375,42 +397,54 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c
   simd::run_apart<kBytes>([=] {
     using Lanes = Vector<V, kBytes>;
     using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-    constexpr int kLanes = Blocking<V, kBytes>::kLanes;
-    constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth, kAtOnce = 8;
-    V others[kAtOnce][kLanes] = {};
+    constexpr int kLanes = Blocking<V, kBytes>::kLanes, kAtOnce = 8;
+    constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth;
+    // The columns at the end are the last lanes of a vector, or if there are no others, the first. Not scalars, whose
+    // products a compiler may round before it adds them.
+    const bool narrow = n < kLanes;
+    const T* const ends = narrow ? b.data : b.data + n - kLanes;
+    // So many of their rows can be read as vectors: of the last, these would end behind the matrix.
+    const int64_t step = std::max<int64_t>(b.inner, 1);
+    const int64_t readable = !narrow ? k : b.inner == 0 ? 0 : k - (kLanes - n + step - 1) / step;
     for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
       const int64_t width = std::min(kFewColumns, n - j0), whole = width / kLanes * kLanes;
       for (int64_t p0 = 0; p0 < k; p0 += kDepth) {
         const int64_t end = std::min(p0 + kDepth, k);
         V* const to = p0 == 0 ? c + j0 : sums;
         std::memset(to, 0, width * sizeof(V));
-        // The columns at the end. Not as scalars, whose products a compiler may round before it adds them.
-        Lanes last{};
-        for (int64_t p = p0; p < end; p += kAtOnce) {
-          const int64_t count = std::min(kAtOnce, end - p);
+        const auto add = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t p) {
           const T* const rows = b.data + j0 + p * b.inner;
+#pragma GCC unroll 1
           for (int64_t j = 0; j < whole; j += kLanes) {
             Lanes sum = *reinterpret_cast<const Anywhere*>(to + j);
-            const T* at = rows + j;
-#pragma GCC unroll 1
-            for (int64_t q = 0; q < count; ++q, at += b.inner) {
+            for (int q = 0; q < kCount; ++q) {
               Lanes of_row;
-              Packing<T, V>::template row<kLanes>(at, reinterpret_cast<V*>(&of_row));
+              Packing<T, V>::template row<kLanes>(rows + q * b.inner + j, reinterpret_cast<V*>(&of_row));
               sum += a[p + q] * of_row;
             }
             *reinterpret_cast<Anywhere*>(to + j) = sum;
           }
-          if (whole == width) continue;
+        };
+        int64_t p = p0;
+        for (; p + kAtOnce <= end; p += kAtOnce) add(std::integral_constant<int, kAtOnce>(), p);
 #pragma GCC unroll 1
-          for (int64_t q = 0; q < count; ++q) {
-#pragma GCC unroll 1
-            for (int64_t j = whole; j < width; ++j) others[q][j - whole] = load(rows[q * b.inner + j]);
+        for (; p < end; ++p) add(std::integral_constant<int, 1>(), p);
+        if (whole != width) {
+          Lanes last{};
+          V each[kLanes] = {};
+          for (p = p0; p < std::min(end, readable); ++p) {
+            Lanes of_row;
+            Packing<T, V>::template row<kLanes>(ends + p * b.inner, reinterpret_cast<V*>(&of_row));
+            last += a[p] * of_row;
           }
 #pragma GCC unroll 1
-          for (int64_t q = 0; q < count; ++q) last += a[p + q] * *reinterpret_cast<const Anywhere*>(others[q]);
+          for (; p < end; ++p) {
+            read(ends + p * b.inner, 1, each, n);
+            last += a[p] * *reinterpret_cast<const Anywhere*>(each);
+          }
+          std::memcpy(each, &last, sizeof(last));
+          std::copy_n(each + (narrow ? 0 : kLanes - (width - whole)), width - whole, to + whole);
         }
-        std::memcpy(others[0], &last, sizeof(last));
-        std::copy_n(others[0], width - whole, to + whole);
         for (int64_t j = 0; p0 > 0 && j < width; ++j) c[j0 + j] = sums[j] + c[j0 + j];
       }
     }
@@ -419,47 +453,137 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c
 
 #if defined(EXTENSION_CPP_TRANSPOSE)
 
-// The same for a b whose columns have their elements next to each other: they are transposed in registers, as many at a
-// time as a vector has lanes. Each sum waits for its last term, so that two vectors of them take turns.
+// What a vector has lanes for of the columns at `from`, of kDeep successive k's from p on: a vector for each.
+template <int kBytes, class V, class T>
+struct OfColumns {
+  static constexpr int kLanes = Blocking<V, kBytes>::kLanes;
+  // Columns come in pieces of 16 bytes where those take fewer steps to transpose than whole vectors.
+  static constexpr bool kInPieces = std::is_same_v<T, V> && (sizeof(V) == 4 || kBytes < 64);
+  static constexpr int kDeep = kInPieces ? 16 / sizeof(V) : kLanes;
+
+  Vector<V, kBytes> rows[kDeep];
+
+  [[gnu::always_inline]] OfColumns(const T* const* from, int64_t p) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kDeep; ++i) {
+      if constexpr (kInPieces) {
+        join<kDeep>(rows[i], from + i, p);
+      } else {
+        Packing<T, V>::template row<kLanes>(from[i] + p, reinterpret_cast<V*>(&rows[i]));
+      }
+    }
+    transpose<kDeep>(rows, std::make_integer_sequence<int, kLanes>());
+  }
+};
+
+// Adds to c of few columns the sums of as many parts of k as a vector has lanes, from p0 on.
+template <int kBytes, class V>
+void multiply_in_parts(const V* a, const V* const* from, int64_t columns, int64_t p0, V* c) {
+  using Lanes = Vector<V, kBytes>;
+  using Columns = OfColumns<kBytes, V, V>;
+  constexpr int kLanes = Columns::kLanes, kDeep = Columns::kDeep;
+  constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth;
+  const auto parts_of = [&](const V* column, const V*(&parts)[kLanes]) {
+#pragma GCC unroll 1
+    for (int64_t q = 0; q < kLanes; ++q) parts[q] = column + p0 + q * kDepth;
+  };
+  const V* parts[2][kLanes];
+  Lanes of_a[kDepth];
+  parts_of(a, parts[0]);
+  for (int64_t p = 0; p < kDepth; p += kDeep) {
+    const Columns of(parts[0], p);
+#pragma GCC unroll 16
+    for (int q = 0; q < kDeep; ++q) of_a[p + q] = of.rows[q];
+  }
+  for (int64_t i = 0; i < columns; i += 2) {
+    for (int t = 0; t < 2; ++t) parts_of(from[i + t], parts[t]);
+    Lanes sums[2] = {};
+    for (int64_t p = 0; p < kDepth; p += kDeep) {
+#pragma GCC unroll 2
+      for (int t = 0; t < 2; ++t) {
+        const Columns of(parts[t], p);
+#pragma GCC unroll 16
+        for (int q = 0; q < kDeep; ++q) sums[t] += of_a[p + q] * of.rows[q];
+      }
+    }
+    V each[2][kLanes];
+    std::memcpy(each, sums, sizeof(each));
+    for (int64_t t = 0; t < 2 && i + t < columns; ++t) {
+      V* const to = c + i + t;
+#pragma GCC unroll 1
+      for (int64_t q = 0; q < kLanes; ++q) *to = p0 + q == 0 ? each[t][q] : each[t][q] + *to;
+    }
+  }
+}
+
+// c = a * b for one row, of a b whose columns have their elements next to each other: they are transposed in registers.
+// Each sum waits for its last term, so that two vectors of them take turns: of other columns, or of another part of k.
 template <int kBytes, class T, class V>
 void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c) {
   simd::run_apart<kBytes>([=] {
     using Lanes = Vector<V, kBytes>;
     using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-    constexpr int kLanes = Blocking<V, kBytes>::kLanes, kTurns = 2, kColumns = kTurns * kLanes;
+    using Columns = OfColumns<kBytes, V, T>;
+    constexpr int kLanes = Columns::kLanes, kDeep = Columns::kDeep, kMost = 2 * kLanes;
     constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth, kLine = 64 / sizeof(T), kAhead = 8 * kLine;
-    for (int64_t j = 0; j < n; j += kColumns) {
-      const int64_t columns = std::min<int64_t>(kColumns, n - j);
-      const T* from[kColumns];  // What is lacking at the end is another column once more.
+    // What no cache holds comes in fewer streams.
+    constexpr int64_t kHeld = 8 << 20, kPage = 4096;
+    const bool far = n > kHeld / static_cast<int64_t>(sizeof(T)) / k;
+    const bool crowded = b.outer * static_cast<int64_t>(sizeof(T)) % kPage == 0;
+    for (int64_t j = 0, columns; j < n; j += columns) {
+      const bool wide = !far && !crowded && n - j > kLanes;
+      columns = std::min<int64_t>(wide ? kMost : kLanes, n - j);
+      const T* from[kMost];  // What is lacking at the end is another column once more.
 #pragma GCC unroll 1
-      for (int64_t i = 0; i < kColumns; ++i) from[i] = b.data + (j + std::min(i, columns - 1)) * b.outer;
-      for (int64_t p0 = 0; p0 < k; p0 += kDepth) {
-        const int64_t end = std::min(p0 + kDepth, k);
-        Lanes sums[kTurns] = {};
-        int64_t p = p0;
-        for (; p + kLanes <= end; p += kLanes) {
-          for (int i = 0; p % kLine == 0 && i < kColumns; ++i) __builtin_prefetch(from[i] + p + kAhead);
-#pragma GCC unroll 2
-          for (int t = 0; t < kTurns; ++t) {
-            Lanes block[kLanes];
-#pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) {
-              Packing<T, V>::template row<kLanes>(from[t * kLanes + i] + p, reinterpret_cast<V*>(&block[i]));
-            }
-            transpose(block, std::make_integer_sequence<int, kLanes>());
-#pragma GCC unroll 16
-            for (int q = 0; q < kLanes; ++q) sums[t] += a[p + q] * block[q];
-          }
+      for (int64_t i = 0; i < kMost; ++i) from[i] = b.data + (j + std::min(i, columns - 1)) * b.outer;
+      int64_t p0 = 0;
+      if constexpr (std::is_same_v<T, V>) {
+        for (; columns <= kLanes / 2 && p0 + kLanes * kDepth <= k; p0 += kLanes * kDepth) {
+          multiply_in_parts<kBytes>(a, from, columns, p0, c + j);
         }
-        V each[kColumns];
-        for (; p < end; ++p) {
+      }
+      for (int64_t end; p0 < k; p0 = end) {
+        Lanes sums[2] = {};
+        const auto add = [&]<int kGroups, int kParts>(std::integer_sequence<int, kGroups, kParts>) {
+          for (int64_t p = p0; p + kDeep <= end; p += kDeep) {
+            for (int i = 0; far && p % kLine == 0 && i < kLanes; ++i) __builtin_prefetch(from[i] + p + kAhead);
+#pragma GCC unroll 2
+            for (int t = 0; t < kGroups * kParts; ++t) {
+              const int64_t at = p + (kGroups == 1 ? t * kDepth : 0);
+              const Columns of(from + (kGroups == 1 ? 0 : t * kLanes), at);
+#pragma GCC unroll 16
+              for (int q = 0; q < kDeep; ++q) sums[t] += a[at + q] * of.rows[q];
+            }
+          }
+        };
+        const bool two_parts = !wide && !far && p0 + 2 * kDepth <= k;
+        end = std::min(p0 + kDepth, k);
+        if (wide) {
+          add(std::integer_sequence<int, 2, 1>());
+        } else if (two_parts) {
+          add(std::integer_sequence<int, 1, 2>());
+        } else {
+          add(std::integer_sequence<int, 1, 1>());
+        }
+        V each[kMost], rest[kDeep][kMost];
+        const int64_t left = (end - p0) % kDeep;
+        for (int64_t i = 0; left != 0 && i < (wide ? kMost : kLanes); ++i) {
+          for (int64_t q = 0; q < left; ++q) rest[q][i] = load(from[i][end - left + q]);
+        }
 #pragma GCC unroll 1
-          for (int i = 0; i < kColumns; ++i) each[i] = load(from[i][p]);
-          for (int t = 0; t < kTurns; ++t) sums[t] += a[p] * reinterpret_cast<const Anywhere*>(each)[t];
+        for (int64_t q = 0; q < left; ++q) {
+          for (int t = 0; t < (wide ? 2 : 1); ++t) {
+            sums[t] += a[end - left + q] * reinterpret_cast<const Anywhere*>(rest[q])[t];
+          }
         }
         std::memcpy(each, sums, sizeof(each));
 #pragma GCC unroll 1
         for (int64_t i = 0; i < columns; ++i) c[j + i] = p0 == 0 ? each[i] : each[i] + c[j + i];
+        if (two_parts) {
+          end += kDepth;
+#pragma GCC unroll 1
+          for (int64_t i = 0; i < columns; ++i) c[j + i] = each[kLanes + i] + c[j + i];
+        }
       }
     }
   });
@@ -486,6 +610,51 @@ void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, 
   if (b.inner == 1 && (b.outer != 1 || n == 1)) return multiply_by_columns<kBytes>(row, b, n, k, c);
 #endif
   multiply_by_rows<kBytes>(row, b, n, k, c, sums);
+}
+
+// c = a * b over kDepth k's, in one thread: rows of c are written one after the other, as that takes the most time.
+// With `copies`, rows of b come to `rows_of_b` first.
+template <int kBytes, int kDepth, class V>
+void multiply_shallow(
+    const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, V* c, int64_t c_step, bool copies, V* rows_of_b) {
+  simd::run_apart<kBytes>([=] {
+    using Lanes = Vector<V, kBytes>;
+    using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+    constexpr int kLanes = Blocking<V, kBytes>::kLanes;
+    const int64_t step = copies ? round_up(n, kLanes) : b.inner;
+    for (int64_t q = 0; copies && q < kDepth; ++q) {
+      read(b.data + q * b.inner, b.outer, rows_of_b + q * step, n);
+      std::fill_n(rows_of_b + q * step + n, step - n, V(0));
+    }
+    const V* const rows = copies ? rows_of_b : b.data;
+    V* to = c;
+    for (int64_t i = 0; i < m; ++i, to += c_step) {
+      V of_a[kDepth];
+      for (int q = 0; q < kDepth; ++q) of_a[q] = a.data[i * a.outer + q * a.inner];
+      const auto put = [&](int64_t j, V* at) {
+        Lanes sum{};
+        for (int q = 0; q < kDepth; ++q) sum += of_a[q] * *reinterpret_cast<const Anywhere*>(rows + q * step + j);
+        *reinterpret_cast<Anywhere*>(at) = sum;
+      };
+      int64_t j = 0;
+      for (; j + 4 * kLanes <= n; j += 4 * kLanes) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) put(j + v * kLanes, to + j + v * kLanes);
+      }
+#pragma GCC unroll 1
+      for (; j + kLanes <= n; j += kLanes) put(j, to + j);
+      if (j == n) continue;
+      if (n >= kLanes) {
+        put(n - kLanes, to + n - kLanes);  // Some of them once more.
+      } else if (c_step == n && (m - i) * n >= kLanes) {
+        put(0, to);  // What is behind the row is that of the next.
+      } else {
+        V each[kLanes];
+        put(0, each);
+        std::copy_n(each, n, to);
+      }
+    }
+  });
 }
 
 // c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero.
@@ -550,12 +719,30 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
   const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
   if constexpr (kInPlace) {
+    constexpr int64_t kShallow = 4;
+    if (k <= kShallow) {
+      const bool copies = b.outer != 1 || n < B::kLanes;
+      const int64_t at_once = copies ? std::min(n, kFewColumns) : n,
+                    of_rows = copies ? round_up(at_once, B::kLanes) * k : 0;
+      Scratch scratch(Scratch::bytes<V>(of_rows));
+      V* const rows_of_b = scratch.take<V>(of_rows);
+      for (int64_t j = 0; j < n; j += at_once) {
+        const Factor<V> part{b.data + j * b.outer, b.outer, b.inner};
+        const int64_t columns = std::min(at_once, n - j);
+        [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+          ((k == kLess + 1 &&
+            (multiply_shallow<kBytes, kLess + 1>(a, part, m, columns, c + j, c_step, copies, rows_of_b), true)) ||
+           ...);
+        }(std::make_integer_sequence<int, kShallow>());
+      }
+      return true;
+    }
     if (is_row(b, m)) {
       multiply_row<kBytes>(a, b, n, k, c);
       return true;
     }
     if (is_few<V, kBytes>(m, k, b)) {
-      const int64_t of_all = round_up(m, B::kRows) * k + kBehind,
+      const int64_t of_all = round_up(m, B::kRows) * (b.outer == 1 ? depth : k) + kBehind,
                     of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
       const int64_t of_strip = B::kColumns * depth + kBehind;
       Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));

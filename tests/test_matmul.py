@@ -196,7 +196,8 @@ class TestValues:
     def test_large_layouts(self, device, dtype):
         """The same bits from every layout, in sizes that are worth the fastest kernels."""
         sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129), (1, 4096, 1000), (1, 100, 20_000)]
-        sizes += [(1000, 2060, 1), (3, 777, 1), (1, 2060, 3), (1, 5000, 1), (700, 16, 500)]
+        sizes += [(1000, 2060, 1), (3, 777, 1), (1, 2060, 3), (3, 9000, 1), (700, 16, 500)]
+        sizes += [(37, 1, 70), (70, 3, 5), (9, 4, 3000), (5, 2, 1), (10, 9000, 20)]
         if device == "cuda":  # Where factors are copied first, and where tiles are widest.
             sizes += [(1027, 512, 1030), (4096, 64, 4096)]
         for m, k, n in sizes:
@@ -212,6 +213,7 @@ class TestValues:
         """Products that underflow are -0 here, or their sum is rounded to it: nothing that a layout adds makes it +0."""
         tiny = {torch.float64: 1e-200, torch.float16: 2.0**-24}.get(dtype, 1e-30)
         sizes = [(1, 256, 100), (1, 2000, 500), (1, 100_003, 3), (5, 1000, 40), (300, 264, 200), (40, 20_000, 33)]
+        sizes += [(30, 1, 50), (30, 4, 5)]
         for m, k, n in sizes:
             a = torch.full((m, k), -tiny, device=device, dtype=dtype)
             b = torch.full((k, n), tiny, device=device, dtype=dtype)
@@ -242,7 +244,15 @@ class TestValues:
 
     def test_nothing_else_is_read(self, device, dtype):
         """Tiles end beyond the matrices: NaN all around must not get into a sum."""
-        for m, k, n in ((130, 72, 136), (17, 33, 9), (300, 264, 200)):
+        for m, k, n in (
+            (130, 72, 136),
+            (17, 33, 9),
+            (300, 264, 200),
+            (1, 600, 5),
+            (1, 5000, 3),
+            (25, 3, 5),
+            (4, 2, 90),
+        ):
             a, b = factors(device, dtype, m, k, n)
             framed = []
             for t in (a, b):
