@@ -137,9 +137,8 @@ def best_peer(case: list[dict]) -> dict | None:
 
 
 def file_name(family: str, device: str, machine: str) -> str:
-    """Results of several GPUs stand side by side; of the CPU those of the last processor."""
-    gpu = re.sub(r"\W+", "-", machine.removeprefix("NVIDIA ").lower()) if device == "cuda" else ""
-    return "-".join(filter(None, (family, device, gpu))) + ".jsonl"
+    """Results of several machines stand side by side."""
+    return f"{family}-{device}-" + re.sub(r"\W+", "-", machine.removeprefix("NVIDIA ").lower()).strip("-") + ".jsonl"
 
 
 def parse(text: str, source: str) -> Results:
@@ -213,10 +212,12 @@ def commit() -> str:
 def machine(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    described = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.split(":")[1].strip() for line in described if line.startswith("model name")]
+    described = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"^model name\s*: (.*)", described, re.MULTILINE)
+    vectors = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in described), "")
     threads = torch.get_num_threads()
-    return f"{threads} core{'s' * (threads > 1)} of {models[0] if models else platform.processor()}"
+    cores = f"{threads} core{'s' * (threads > 1)} of {model[1].strip() if model else platform.processor()}"
+    return f"{cores} with {vectors}" if vectors else cores
 
 
 def versions(device: str) -> dict[str, str]:
