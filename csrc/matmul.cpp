@@ -406,9 +406,39 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c
     // So many of their rows can be read as vectors: of the last, these would end behind the matrix.
     const int64_t step = std::max<int64_t>(b.inner, 1);
     const int64_t readable = !narrow ? k : b.inner == 0 ? 0 : k - (kLanes - n + step - 1) / step;
+    // Of one or two vectors, sums of several parts of k, as each waits for its last term.
+    constexpr int kParts = 4;
+    const auto add_parts = [&]<int kVectors>(std::integral_constant<int, kVectors>, int64_t p0) {
+      Lanes parts[kParts][kVectors] = {};
+#pragma GCC unroll 1
+      for (int64_t p = p0; p < p0 + kDepth; ++p) {
+        for (int q = 0; q < kParts; ++q) {
+          for (int v = 0; v < kVectors; ++v) {
+            const int64_t at = p + q * kDepth;
+            Lanes of_row;
+            Packing<T, V>::template row<kLanes>((v == 0 ? b.data : ends) + at * b.inner, reinterpret_cast<V*>(&of_row));
+            parts[q][v] += a[at] * of_row;
+          }
+        }
+      }
+      V each[kParts][kVectors * kLanes];
+      std::memcpy(each, parts, sizeof(each));
+      for (int64_t q = 0; q < kParts; ++q) {
+#pragma GCC unroll 1
+        for (int64_t j = 0; j < n; ++j) {
+          const V sum = each[q][j < kLanes ? j : j + 2 * kLanes - n];
+          c[j] = p0 + q == 0 ? sum : sum + c[j];
+        }
+      }
+    };
+    int64_t first = 0;
+    for (; n <= 2 * kLanes && first + kParts * kDepth <= readable; first += kParts * kDepth) {
+      n <= kLanes ? add_parts(std::integral_constant<int, 1>(), first)
+                  : add_parts(std::integral_constant<int, 2>(), first);
+    }
     for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
       const int64_t width = std::min(kFewColumns, n - j0), whole = width / kLanes * kLanes;
-      for (int64_t p0 = 0; p0 < k; p0 += kDepth) {
+      for (int64_t p0 = first; p0 < k; p0 += kDepth) {
         const int64_t end = std::min(p0 + kDepth, k);
         V* const to = p0 == 0 ? c + j0 : sums;
         std::memset(to, 0, width * sizeof(V));
@@ -612,6 +642,8 @@ void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, 
   multiply_by_rows<kBytes>(row, b, n, k, c, sums);
 }
 
+constexpr int64_t kShallow = 4;
+
 // c = a * b over kDepth k's, in one thread: rows of c are written one after the other, as that takes the most time.
 // With `copies`, rows of b come to `rows_of_b` first.
 template <int kBytes, int kDepth, class V>
@@ -719,7 +751,6 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
   constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
   const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
   if constexpr (kInPlace) {
-    constexpr int64_t kShallow = 4;
     if (k <= kShallow) {
       const bool copies = b.outer != 1 || n < B::kLanes;
       const int64_t at_once = copies ? std::min(n, kFewColumns) : n,
@@ -794,8 +825,8 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
 
 // Rows and columns of a part of c, which end between vectors.
 struct Part {
-  Part(int64_t m, int64_t n, int64_t parts_m, int64_t parts_n)
-      : rows(round_up((m + parts_m - 1) / parts_m, 16)), columns(round_up((n + parts_n - 1) / parts_n, 64)) {}
+  Part(int64_t m, int64_t n, int64_t parts_m, int64_t parts_n, int64_t unit)
+      : rows(round_up((m + parts_m - 1) / parts_m, 16)), columns(round_up((n + parts_n - 1) / parts_n, unit)) {}
 
   // What it takes for each of k, in multiply-adds: to pack an element takes as long as some of them.
   int64_t cost() const {
@@ -807,24 +838,28 @@ struct Part {
 };
 
 // Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself.
-std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads) {
+std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) {
   std::array<int64_t, 2> best{1, threads};
   for (int64_t rows = 2; rows <= threads; ++rows) {
     if (threads % rows != 0) continue;
-    if (Part(m, n, rows, threads / rows).cost() < Part(m, n, best[0], best[1]).cost()) best = {rows, threads / rows};
+    const int64_t least = Part(m, n, best[0], best[1], unit).cost();
+    if (Part(m, n, rows, threads / rows, unit).cost() < least) best = {rows, threads / rows};
   }
   return best;
 }
 
 template <class T>
 void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
-  constexpr double kWorthAThread = 64 * 64 * 64;
+  // Where elements are multiplied once, as those of b with one row, or a few times, reading or writing them takes
+  // longer.
+  const double worth_a_thread = m == 1 || k <= kShallow ? 64 * 64 * 16 : 64 * 64 * 64;
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   const auto threads =
-      static_cast<int64_t>(std::clamp<double>(work / kWorthAThread, 1, torch::stable::get_num_threads()));
-  const auto [parts_m, parts_n] = cut(m, n, threads);
+      static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
+  const int64_t unit = b.outer == 1 ? 64 : 32;  // Threads share no lines of c, and of b's rows no pairs of them.
+  const auto [parts_m, parts_n] = cut(m, n, threads, unit);
   std::atomic<bool> by_pairs = std::is_same_v<T, bfloat16> && simd::multiplies_pairs();
-  const auto [rows, columns] = Part(m, n, parts_m, parts_n);
+  const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
   auto body = [&, parts_n = parts_n, rows = rows, columns = columns](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const int64_t i = part / parts_n * rows, j = part % parts_n * columns;

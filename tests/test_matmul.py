@@ -197,7 +197,7 @@ class TestValues:
         """The same bits from every layout, in sizes that are worth the fastest kernels."""
         sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129), (1, 4096, 1000), (1, 100, 20_000)]
         sizes += [(1000, 2060, 1), (3, 777, 1), (1, 2060, 3), (3, 9000, 1), (700, 16, 500)]
-        sizes += [(37, 1, 70), (70, 3, 5), (9, 4, 3000), (5, 2, 1), (10, 9000, 20)]
+        sizes += [(37, 1, 70), (70, 3, 5), (9, 4, 3000), (5, 2, 1), (10, 9000, 20), (1, 2100, 12)]
         if device == "cuda":  # Where factors are copied first, and where tiles are widest.
             sizes += [(1027, 512, 1030), (4096, 64, 4096)]
         for m, k, n in sizes:
