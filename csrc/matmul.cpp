@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #include <utility>
@@ -310,11 +311,12 @@ bool has_rows_of(const Factor<V>& b, int64_t k, int64_t bytes) {
   return b.outer == 1 && b.inner <= bytes / static_cast<int64_t>(sizeof(V)) / k;
 }
 
-// Whether a is to be packed as a whole, and b not: a has few rows, so that reading b takes the most time, or both are
-// small.
+// Whether a is to be packed as a whole, and b not: a has few rows, so that reading b takes the most time, or few k's,
+// so that writing c does, or both are small.
 template <class V, int kBytes>
 bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
   constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20, kSmall = 1 << 16;
+  if (b.outer == 1 && k <= kSlice && m <= kSmall / k) return true;
   return (m <= 4 * kRows && (b.outer == 1 || k <= kMostElements / (4 * kRows))) ||
          (k <= kSmall / m && has_rows_of(b, k, kInL2));
 }
@@ -336,8 +338,9 @@ void multiply_few(
     }
   };
   const auto multiply = [&](const V* packed, int64_t depth, int64_t from, int64_t to, const V* rows_of_b,
-                            int64_t b_step, Into into, V* into_c, int64_t step, int64_t columns) {
-    for (int64_t i = 0; i < strips; ++i) {
+                            int64_t b_step, Into into, V* into_c, int64_t step, int64_t columns, int64_t first,
+                            int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
       multiply_strip<V, kBytes>(
           to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, into, into_c + i * B::kRows * step,
           step, rows_from(i), columns);
@@ -357,7 +360,7 @@ void multiply_few(
         pack_strip<B::kColumns, kBytes>(strip_of_b(p0, j), columns, depth, packed_b);
         multiply(
             packed_a + p0 * strips * B::kRows, depth, 0, depth, packed_b, B::kColumns,
-            p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step, columns);
+            p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step, columns, 0, strips);
       }
     }
     return;
@@ -373,14 +376,18 @@ void multiply_few(
       if (j0 == 0 || k > B::kDepth) pack(p0, depth, packed_a);
       for (int64_t p = 0; p < depth; p += most) {
         const int64_t slice = std::min(most, depth - p);
-        for (int64_t j = 0; j < width; j += B::kColumns) {
-          const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
-          const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
-          const bool in_place = columns == B::kColumns || columns == B::kLanes;
-          if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
-          multiply(
-              packed_a, depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
-              p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns);
+        // Of few k's, a strip of rows is multiplied with all columns, as c is written to fewer pages at a time.
+        const int64_t at_once = depth <= kSlice ? 1 : strips;
+        for (int64_t i = 0; i < strips; i += at_once) {
+          for (int64_t j = 0; j < width; j += B::kColumns) {
+            const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
+            const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
+            const bool in_place = columns == B::kColumns || columns == B::kLanes;
+            if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
+            multiply(
+                packed_a, depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
+                p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns, i, i + at_once);
+          }
         }
       }
       for (int64_t i = 0; p0 > 0 && i < m; ++i) {
@@ -837,15 +844,20 @@ struct Part {
   int64_t rows, columns;
 };
 
-// Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself.
+// Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself. Rows if
+// columns gain little, as parts of a row end within lines of the cache, for which threads would wait.
 std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) {
-  std::array<int64_t, 2> best{1, threads};
-  for (int64_t rows = 2; rows <= threads; ++rows) {
-    if (threads % rows != 0) continue;
-    const int64_t least = Part(m, n, best[0], best[1], unit).cost();
-    if (Part(m, n, rows, threads / rows, unit).cost() < least) best = {rows, threads / rows};
+  const auto cost = [&](int64_t rows) {
+    return threads % rows == 0 ? Part(m, n, rows, threads / rows, unit).cost() : std::numeric_limits<int64_t>::max();
+  };
+  int64_t best = threads;
+  for (int64_t rows = threads; rows > 0; --rows) {
+    if (cost(rows) < cost(best)) best = rows;
   }
-  return best;
+  const int64_t most = cost(best) + cost(best) / 16;
+  int64_t rows = threads;
+  while (cost(rows) > most) --rows;
+  return {rows, threads / rows};
 }
 
 template <class T>
