@@ -73,8 +73,11 @@ def tolerance(dtype: torch.dtype, k: int) -> float:
 def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why the peer is faster, where it is."""
     if device == "cpu":
-        one_order = "a sum has one order in every layout: elements along k are transposed first, and threads share no sum"
-        return one_order if min(m, n) == 1 else ""
+        if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+            return "oneDNN multiplies in AMX, for which there is no kernel here"
+        if min(m, n) == 1:
+            return "a sum has one order in every layout: what lies along k is transposed first, and no threads share it"
+        return ""
     if k <= 16 or min(m, n) <= 16:
         return "so few multiply-adds an element that starting and reading take most of the time"
     if dtype.itemsize == 2 and (k % 8 or n % 8):
