@@ -160,11 +160,14 @@ def load(folder: Path = RESULTS) -> list[Results]:
     return sorted(found, key=lambda results: (results.device, results.family))
 
 
-def leading(found: list[Results]) -> list[Results]:
+def leading(found: list[Results], among: list[Results] | None = None) -> list[Results]:
     """Those of one machine of each type of device: that with the most results, of two the later name."""
-    counts = Counter((results.device, results.header["machine"]) for results in found)
-    best = {device: max((n, machine) for (of, machine), n in counts.items() if of == device)[1] for device, _ in counts}
-    return [results for results in found if results.header["machine"] == best[results.device]]
+    counts = Counter((results.device, results.header["machine"]) for results in among or found)
+    best: dict[str, tuple[int, str]] = {}
+    for results in found:
+        machine = results.header["machine"]
+        best[results.device] = max(best.get(results.device, (0, "")), (counts[results.device, machine], machine))
+    return [results for results in found if results.header["machine"] == best[results.device][1]]
 
 
 def load_one(family: str, device: str) -> Results:

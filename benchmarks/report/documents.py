@@ -237,7 +237,8 @@ def render(found: list[Results], readme: str) -> dict[Path, bytes]:
     if of_ours := [results for results in operators if results.of_package]:
         files[file_of("overview")] = overview.overview(records.leading(of_ours))
     for op in drawn(operators):  # With a column for each GPU a page is too narrow: their tables have all.
-        files[file_of(op)] = pictures.operator(records.leading([each for each in operators if op in drawn([each])]), op)
+        of_op = [each for each in operators if op in drawn([each])]
+        files[file_of(op)] = pictures.operator(records.leading(of_op, operators), op)
     for op in mapped_operators(operators):
         of_op = [each for each in operators if op in mapped_operators([each])]
         files[file_of(f"{op}-grid")] = pictures.grids(records.leading(of_op)[-1], op)

@@ -106,6 +106,14 @@ def test_a_grid():
     assert report.grids([records.Results({"machine": "here"}, [])]) == ""
 
 
+def test_the_leading_machine_is_that_of_most_results():
+    """Of those that measured the family at hand: pictures of all families are of the same machine then."""
+    of = {family: records.Results({"family": family, "device": "cpu", "machine": "a"}, []) for family in ("x", "y")}
+    other = records.Results({"family": "x", "device": "cpu", "machine": "b"}, [])
+    assert records.leading([of["x"], other], [*of.values(), other]) == [of["x"]]
+    assert records.leading([of["x"], other]) == [other]
+
+
 def test_nothing_measured():
     """A distribution that is new has no results."""
     files = report.render([], README)
