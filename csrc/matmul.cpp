@@ -868,7 +868,7 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
-  const int64_t unit = b.outer == 1 ? 64 : 32;  // Threads share no lines of c, and of b's rows no pairs of them.
+  const int64_t unit = b.outer == 1 ? 64 : 32;  // Whole lines, of which a thread that reads b along rows takes several.
   const auto [parts_m, parts_n] = cut(m, n, threads, unit);
   std::atomic<bool> by_pairs = std::is_same_v<T, bfloat16> && simd::multiplies_pairs();
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
