@@ -73,8 +73,6 @@ def tolerance(dtype: torch.dtype, k: int) -> float:
 def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why the peer is faster, where it is."""
     if device == "cpu":
-        if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-            return "oneDNN multiplies in AMX, for which there is no kernel here"
         if min(m, n) == 1:
             return "a sum has one order in every layout: what lies along k is transposed first, and no threads share it"
         return ""

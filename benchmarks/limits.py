@@ -31,6 +31,10 @@ LOOP = r"""
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 constexpr int kChains = 12;
 
 template <class T>
@@ -58,6 +62,28 @@ extern "C" int64_t bfloat16(int64_t steps, double* result) {
     for (int c = 0; c < kChains; ++c) sums[c] = _mm512_dpbf16_ps(sums[c], x, x);
   for (int c = 0; c < kChains; ++c) *result += sums[c][0];
   return steps * kChains * 64;
+}
+#endif
+#ifdef __AMX_BF16__
+struct alignas(64) Shapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static const Shapes shapes;
+
+// Four sums in tiles; nothing where the system doesn't let the process use them.
+extern "C" int64_t bfloat16_in_tiles(int64_t steps, double*) {
+  if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 0;
+  _tile_loadconfig(&shapes);
+  for (int64_t i = 0; i < steps / 16; ++i) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return steps / 16 * 4 * 16 * 16 * 32 * 2;
 }
 #endif
 """
@@ -113,7 +139,8 @@ def measure(device: str, dtypes: Iterable[str], clock: Clock = time.perf_counter
             rates.append((product(device, "bfloat16", clock) / 6, "six products in bfloat16"))
         if device == "cpu":  # Half precision may be computed in float32.
             half = dtype in ("bfloat16", "float16")
-            rates += [(multiply_adds(name, clock), "multiply-adds") for name in (dtype, *["float32"] * half)]
+            names = (dtype, *["float32"] * half, *["bfloat16_in_tiles"] * (dtype == "bfloat16"))
+            rates += [(multiply_adds(name, clock), "multiply-adds") for name in names]
         found[dtype] = max(rates)
     return {
         "bytes": copy(device, clock),

@@ -12,34 +12,16 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <new>
 #include <utility>
 
 #include "common/cpu_dtypes.h"
 #include "common/memory.h"
 #include "common/simd.h"
-#include "matmul/pairs.h"
+#include "matmul/amx.h"
+#include "matmul/packing.h"
 
 namespace extension_cpp::matmul {
 namespace {
-
-// A vector, and one that may lie anywhere.
-#if defined(__GNUC__)
-template <class V, int kBytes>
-struct VectorOf {
-  typedef V type __attribute__((vector_size(kBytes)));
-  typedef V anywhere __attribute__((vector_size(kBytes), aligned(alignof(V)), may_alias));
-};
-#else
-template <class V, int kBytes>
-struct VectorOf {
-  using type = V;
-  using anywhere = V;
-};
-#endif
-template <class V, int kBytes>
-using Vector = typename VectorOf<V, kBytes>::type;
 
 // How much of the factors is worked on at a time. The tile takes all of 32, 16 or 16 vector registers but those for a
 // row of b and an element of a.
@@ -51,170 +33,6 @@ struct Blocking {
   static constexpr int64_t kHeight = 524'288 / (kDepth * sizeof(V)) / kRows * kRows;
   static constexpr int64_t kWidth = 2'097'152 / (kDepth * sizeof(V)) / kColumns * kColumns;
 };
-
-// Memory for copies and sums: on the stack for small products, for which allocating takes longer than multiplying. One
-// block of it: of several, malloc gives some back to the system each time, whose pages are then new to the next call.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : next_(small_) {
-    if (bytes <= kSmall) return;
-    large_.reset(static_cast<unsigned char*>(::operator new(bytes, kLine)));
-    next_ = large_.get();
-  }
-
-  template <class V>
-  static constexpr int64_t bytes(int64_t n) {
-    constexpr auto line = static_cast<int64_t>(kLine);
-    return (n * static_cast<int64_t>(sizeof(V)) + line - 1) / line * line;
-  }
-
-  template <class V>
-  V* take(int64_t n) {
-    return reinterpret_cast<V*>(std::exchange(next_, next_ + bytes<V>(n)));
-  }
-
- private:
-  static constexpr std::align_val_t kLine{64};
-  static constexpr int64_t kSmall = 24'576;
-
-  struct Free {
-    void operator()(unsigned char* memory) const { ::operator delete(memory, kLine); }
-  };
-  std::unique_ptr<unsigned char[], Free> large_;
-  alignas(64) unsigned char small_[kSmall];
-  unsigned char* next_;
-};
-
-int64_t round_up(int64_t x, int64_t to) {
-  return (x + to - 1) / to * to;
-}
-
-// The size of the parts that n is cut into, of at most `most`: alike, as a small one takes as much packing as a large.
-int64_t part_of(int64_t n, int64_t most, int64_t unit) {
-  const int64_t parts = (n + most - 1) / most;
-  return round_up((n + parts - 1) / parts, unit);
-}
-
-#if defined(__GNUC__)
-#if __has_builtin(__builtin_shufflevector)
-#define EXTENSION_CPP_TRANSPOSE  // GCC 12 and Clang; without it, elements are copied one by one.
-
-template <class Lanes, int... kFrom>
-[[gnu::always_inline]] inline void shuffle(
-    Lanes& to, const Lanes& x, const Lanes& y, std::integer_sequence<int, kFrom...>) {
-  to = __builtin_shufflevector(x, y, kFrom...);
-}
-
-// rows[i][p] for rows[p][i] in each square of kSide rows and lanes: by exchanging neighbours, then pairs, and so on.
-template <int kSide, int kStep = 1, class Lanes, int... kLane>
-[[gnu::always_inline]] inline void transpose(Lanes* rows, std::integer_sequence<int, kLane...> lanes) {
-  constexpr int kLanes = sizeof...(kLane);
-  if constexpr (kStep == 1 && sizeof(Lanes) == 4 * kLanes) {
-    // Four rows at a time: x86 has no instruction that exchanges neighbours of four bytes, but it interleaves them.
-    using Low = std::integer_sequence<int, (kLane / 4 * 4 + kLane % 4 / 2 + kLane % 2 * kLanes)...>;
-    using High = std::integer_sequence<int, (kLane / 4 * 4 + kLane % 4 / 2 + kLane % 2 * kLanes + 2)...>;
-    using First = std::integer_sequence<int, (kLane & 2 ? kLanes + kLane - 2 : kLane)...>;
-    using Second = std::integer_sequence<int, (kLane & 2 ? kLanes + kLane : kLane + 2)...>;
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide; i += 4) {
-      Lanes low[2], high[2];
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        shuffle(low[j], rows[i + 2 * j], rows[i + 2 * j + 1], Low());
-        shuffle(high[j], rows[i + 2 * j], rows[i + 2 * j + 1], High());
-      }
-      shuffle(rows[i], low[0], low[1], First());
-      shuffle(rows[i + 1], low[0], low[1], Second());
-      shuffle(rows[i + 2], high[0], high[1], First());
-      shuffle(rows[i + 3], high[0], high[1], Second());
-    }
-    transpose<kSide, 4>(rows, lanes);
-  } else if constexpr (kStep < kSide) {
-    using First = std::integer_sequence<int, (kLane & kStep ? kLanes + kLane - kStep : kLane)...>;
-    using Second = std::integer_sequence<int, (kLane & kStep ? kLanes + kLane : kLane + kStep)...>;
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide; ++i) {
-      if (i & kStep) continue;
-      const Lanes low = rows[i], high = rows[i + kStep];
-      shuffle(rows[i], low, high, First());
-      shuffle(rows[i + kStep], low, high, Second());
-    }
-    transpose<kSide, 2 * kStep>(rows, lanes);
-  }
-}
-
-// 16 bytes each of as many columns as fill a vector, kStride columns apart.
-template <int kStride, class Lanes, class V>
-[[gnu::always_inline]] inline void join(Lanes& to, const V* const* from, int64_t p) {
-  if constexpr (sizeof(Lanes) == 16) {
-    to = *reinterpret_cast<const typename VectorOf<V, 16>::anywhere*>(from[0] + p);
-  } else {
-    constexpr int kLanes = sizeof(Lanes) / sizeof(V);
-    Vector<V, sizeof(Lanes) / 2> low, high;
-    join<kStride>(low, from, p);
-    join<kStride>(high, from + kLanes / 2, p);
-    [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
-      to = __builtin_shufflevector(low, high, kLane...);
-    }(std::make_integer_sequence<int, kLanes>());
-  }
-}
-
-#endif
-#endif
-
-// to[p * kStrip + i] = from(i, p), or the terms of pair p; zero for the rows from `rows` to kStrip, and for the term
-// that the last pair lacks. Up to a vector behind the strip is written. It is compiled apart: inlined, the constants of
-// its permutations take four of the registers that a tile needs.
-template <int kStrip, int kBytes, class T, class V>
-void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
-  simd::run_apart<kBytes>([=] {
-    using Packed = Packing<T, V>;
-    constexpr int kTerms = Packed::kTerms;
-    const int64_t whole = terms / kTerms;
-    if (rows < kStrip) std::fill_n(to, kStrip * ((terms + kTerms - 1) / kTerms), V(0));
-    int64_t done = 0;
-    if (from.outer == 1) {
-      for (; done < whole; ++done) {
-        const T* const row = from.data + done * kTerms * from.inner;
-        V* const at = to + done * kStrip;
-        if (rows == kStrip) {
-          Packed::template ones<kStrip>(row, from.inner, at);
-        } else {
-          for (int64_t i = 0; i < rows; ++i) at[i] = Packed::one(row + i, from.inner);
-        }
-      }
-    }
-#if defined(EXTENSION_CPP_TRANSPOSE)
-    constexpr int kLanes = Blocking<V, kBytes>::kLanes, kBlocks = (kStrip + kLanes - 1) / kLanes;
-    if (from.inner == 1 && rows == kStrip) {
-      for (; done + kLanes <= whole; done += kLanes) {
-        Vector<V, kBytes> blocks[kBlocks][kLanes];
-        for (int i = kStrip; i < kBlocks * kLanes; ++i) blocks[i / kLanes][i % kLanes] = Vector<V, kBytes>{};
-        for (int i = 0; i < kStrip; ++i) {
-          const T* row = from.data + i * from.outer + done * kTerms;
-          __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
-          Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
-        }
-        for (auto& block : blocks) transpose<kLanes>(block, std::make_integer_sequence<int, kLanes>());
-        // In the order of the addresses: what is written behind a row is overwritten by the next.
-        for (int p = 0; p < kLanes; ++p) {
-          for (int k = 0; k < kBlocks; ++k) {
-            V* row = to + (done + p) * kStrip + k * kLanes;
-            *reinterpret_cast<typename VectorOf<V, kBytes>::anywhere*>(row) = blocks[k][p];
-          }
-        }
-      }
-    }
-#endif
-    for (int64_t i = 0; i < rows; ++i) {
-      const T* row = from.data + i * from.outer;
-      for (int64_t p = done; p < whole; ++p) {
-        to[p * kStrip + i] = Packed::one(row + p * kTerms * from.inner, from.inner);
-      }
-      if (whole * kTerms < terms) to[whole * kStrip + i] = Packed::last(row + whole * kTerms * from.inner);
-    }
-  });
-}
 
 // What a tile does to c: the sums take its place, are added to it, or begin with it.
 enum class Into { kEmpty, kAdd, kGoOn };
@@ -230,9 +48,6 @@ void multiply_tile(
   using Anywhere = typename VectorOf<V, kBytes>::anywhere;
   constexpr int kColumns = kVectors * B::kLanes;
   const bool add = into == Into::kAdd, whole = rows == kRows && columns == kColumns;
-  for (int64_t i = 0; add && i < rows; ++i) {  // Else the sums in c are waited for at the end.
-    for (int64_t j = 0; j < columns; j += 64 / sizeof(V)) __builtin_prefetch(c + i * c_step + j, 1);
-  }
   V edge[kRows][kColumns];
   V* to = whole ? c : edge[0];
   const int64_t step = whole ? c_step : kColumns;
@@ -251,13 +66,40 @@ void multiply_tile(
         for (int v = 0; v < kVectors; ++v) sums[i][v] = Lanes{};
       }
     }
-    for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += b_step) {
-      Lanes row[kVectors];
-      for (int v = 0; v < kVectors; ++v) row[v] = reinterpret_cast<const Anywhere*>(b)[v];
+    // A processor whose other thread is busy decodes half as many instructions: several k's at a time take fewer, and
+    // so do products that read their element of a by themselves, of which half do, as it reads two of them at a time.
+    // A compiler would read one for both vectors of a row, did it know that it is the same.
+    constexpr int kAtOnce = kRows == B::kRows ? 2 : 1;
+    const P* same_a = a;
+#if defined(__GNUC__)
+    if constexpr (kBytes == 64) asm("" : "+r"(same_a));
+#endif
+    const auto add_rows = [&]<int kCount>(std::integral_constant<int, kCount>) {
+#pragma GCC unroll 4
+      for (int q = 0; q < kCount; ++q) {
+        Lanes row[kVectors];
+        for (int v = 0; v < kVectors; ++v) row[v] = reinterpret_cast<const Anywhere*>(b + q * b_step)[v];
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
-        for (int v = 0; v < kVectors; ++v) sums[i][v] += a[i] * row[v];
+        for (int i = 0; i < kRows; ++i) {
+          for (int v = 0; v < kVectors; ++v) {
+            sums[i][v] += (v > 0 && i < kRows / 2 ? same_a : a)[q * B::kRows + i] * row[v];
+          }
+        }
       }
+      b += kCount * b_step;
+      a += kCount * B::kRows;
+      same_a += kCount * B::kRows;
+    };
+    int64_t p = 0, ahead = add ? 0 : rows;
+    for (; p + kAtOnce <= depth; p += kAtOnce) {
+      if (ahead < rows) {  // Else the sums in c are waited for at the end.
+        for (int64_t j = 0; j < kColumns; j += 64 / sizeof(V)) __builtin_prefetch(c + ahead * c_step + j, 1);
+        ++ahead;
+      }
+      add_rows(std::integral_constant<int, kAtOnce>());
+    }
+    if constexpr (kAtOnce > 1) {
+      for (; p < depth; ++p) add_rows(std::integral_constant<int, 1>());
     }
   } else {
     add_pairs<kRows, B::kRows, kVectors>(depth, a, b, reinterpret_cast<float*>(sums));
@@ -870,7 +712,8 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
   const int64_t unit = b.outer == 1 ? 64 : 32;  // Whole lines, of which a thread that reads b along rows takes several.
   const auto [parts_m, parts_n] = cut(m, n, threads, unit);
-  std::atomic<bool> by_pairs = std::is_same_v<T, bfloat16> && simd::multiplies_pairs();
+  const bool in_tiles = std::is_same_v<T, bfloat16> && m > 1 && has_tiles();
+  std::atomic<bool> by_pairs = in_tiles || (std::is_same_v<T, bfloat16> && simd::multiplies_pairs());
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
   auto body = [&, parts_n = parts_n, rows = rows, columns = columns](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
@@ -885,7 +728,13 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
 #if defined(EXTENSION_CPP_PAIRS)
         if constexpr (std::is_same_v<T, bfloat16> && kBytes == 64) {
           if (by_pairs) {
-            if (!multiply_as(Pair())) by_pairs = false;
+            bool right = false;
+#if defined(EXTENSION_CPP_AMX)
+            const int64_t to_m = std::min(rows, m - i), to_n = std::min(columns, n - j);
+            if (in_tiles) right = multiply_in_tiles(part_a, part_b, to_m, to_n, k, c + i * n + j, n);
+#endif
+            if (!in_tiles) right = multiply_as(Pair());
+            if (!right) by_pairs = false;
             return;
           }
         }

@@ -78,7 +78,8 @@ def nvidia_on_bus() -> bool:
 
 def simd(wanted: str = "") -> str:
     """The instructions that the CPU kernels use, of those `wanted` in EXTENSION_CPP_SIMD."""
-    flags = re.search(r"^flags\s*:(.*)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    cpuinfo = text_of(Path("/proc/cpuinfo"))
+    flags = re.search(r"^flags\s*:(.*)", cpuinfo, re.MULTILINE)
     if platform.machine() not in ("x86_64", "AMD64") or not flags:
         return ""
     have = set(flags[1].split())
@@ -86,7 +87,13 @@ def simd(wanted: str = "") -> str:
         return "baseline"
     if wanted == "avx2" or not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= have:
         return "avx2"
-    return "avx512_bf16" if "avx512_bf16" in have and wanted != "avx512" else "avx512"
+    if wanted == "avx512" or "avx512_bf16" not in have:
+        return "avx512"
+    if wanted == "avx512_bf16":
+        return "avx512_bf16"
+    if {"amx_bf16", "amx_tile"} <= have:
+        return "amx"
+    return "avx512" if "GenuineIntel" in cpuinfo else "avx512_bf16"
 
 
 def text_of(file: Path) -> str:

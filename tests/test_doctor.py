@@ -698,19 +698,32 @@ def test_damaged_records_keep_nothing_back(environment):
     assert any("where the package came from" in what for what in environment.said["unread"])
 
 
+AVX512 = "avx512f avx512bw avx512dq avx512vl"
+
+
 @pytest.mark.parametrize(
-    "flags, wanted, said",
+    "vendor, flags, wanted, said",
     [
-        ("sse2", "", "128 bits"),
-        ("avx2 fma", "", "256 bits (AVX2)"),
-        ("avx2 fma avx512f avx512bw avx512dq avx512vl", "", "512 bits (AVX-512)"),
-        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", "", "512 bits (AVX-512, bfloat16)"),
-        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx512", "512 bits (AVX-512)"),
-        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx2", "256 bits (AVX2)"),
+        ("AMD", "sse2", "", "128 bits"),
+        ("AMD", "avx2 fma", "", "256 bits (AVX2)"),
+        ("AMD", f"avx2 fma {AVX512}", "", "512 bits (AVX-512)"),
+        ("AMD", f"avx2 fma {AVX512} avx512_bf16", "", "512 bits (AVX-512, bfloat16)"),
+        ("Intel", f"avx2 fma {AVX512} avx512_bf16", "", "512 bits (AVX-512)"),
+        ("Intel", f"avx2 fma {AVX512} avx512_bf16", "avx512_bf16", "512 bits (AVX-512, bfloat16)"),
+        (
+            "Intel",
+            f"avx2 fma {AVX512} avx512_bf16 amx_tile amx_bf16",
+            "",
+            "512 bits (AVX-512), tiles of bfloat16 (AMX)",
+        ),
+        ("Intel", f"avx2 fma {AVX512} avx512_bf16 amx_tile amx_bf16", "avx512", "512 bits (AVX-512)"),
+        ("Intel", f"avx2 fma {AVX512} avx512_bf16 amx_tile amx_bf16", "avx512_bf16", "512 bits (AVX-512, bfloat16)"),
+        ("AMD", f"avx2 fma {AVX512} avx512_bf16", "avx2", "256 bits (AVX2)"),
     ],
 )
-def test_vectors_are_named(monkeypatch, flags, wanted, said):
-    monkeypatch.setattr(_machine, "text_of", lambda file: f"flags : {flags}")
+def test_vectors_are_named(monkeypatch, vendor, flags, wanted, said):
+    ids = {"AMD": "AuthenticAMD", "Intel": "GenuineIntel"}
+    monkeypatch.setattr(_machine, "text_of", lambda file: f"vendor_id : {ids[vendor]}\nflags : {flags}")
     monkeypatch.setattr(_machine.platform, "machine", lambda: "x86_64")
     assert report.VECTORS[_machine.simd(wanted)] == said
 

@@ -232,7 +232,7 @@ def test_sparse_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "level", ["baseline", *(pytest.param(level, marks=pytest.mark.long) for level in ("avx2", "avx512"))]
+    "level", ["baseline", *(pytest.param(level, marks=pytest.mark.long) for level in ("avx2", "avx512", "avx512_bf16"))]
 )
 def test_every_vector_width(level):
     """The values hold for the code of each instruction set that this machine has; the other tests see the best one."""

@@ -193,6 +193,11 @@ class TestValues:
         compare(*factors(device, dtype, 5, k, 40))
         compare(*factors(device, dtype, 200, k, 3))
 
+    def test_long_sums_of_many_rows_and_columns(self, device, dtype):
+        """More than one block each way, of which sums wait for the others."""
+        for sizes in ((2100, 2200, 40), (40, 2200, 2100), (40, 2200, 20)):
+            compare(*factors(device, dtype, *sizes))
+
     def test_large_layouts(self, device, dtype):
         """The same bits from every layout, in sizes that are worth the fastest kernels."""
         sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129), (1, 4096, 1000), (1, 100, 20_000)]

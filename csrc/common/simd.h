@@ -1,16 +1,21 @@
 // One binary for every x86-64: code is compiled for the baseline, for AVX2 and for AVX-512, and the machine's own is
-// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline, avx2 or avx512 holds it to less, to test those or to find
-// a fault.
+// chosen at run time. No -march. EXTENSION_CPP_SIMD=baseline, avx2, avx512 or avx512_bf16 holds it to less, to test
+// those or to find a fault.
 #pragma once
 
 #include <cstdlib>
 #include <string_view>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
+
 namespace extension_cpp::simd {
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+// The last two differ in what they do with bfloat16. Levels are as _machine.py has them.
+enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 inline Level level() {
   static const Level found = [] {
@@ -22,7 +27,13 @@ inline Level level() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!avx512) return Level::kAvx2;
-    return __builtin_cpu_supports("avx512bf16") && wanted != "avx512" ? Level::kAvx512Bf16 : Level::kAvx512;
+    if (!__builtin_cpu_supports("avx512bf16") || wanted == "avx512") return Level::kAvx512;
+    if (wanted == "avx512_bf16") return Level::kAvx512Bf16;
+    unsigned a, b, c, d = 0;  // Not by __builtin_cpu_supports, whose amx-bf16 is unknown to Clang 14.
+    constexpr unsigned kAmx = 1 << 22 | 1 << 24;  // amx-bf16 and amx-tile
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAmx) == kAmx) return Level::kAmx;
+    // Intel's take longer for a pair than for two products in float32.
+    return __builtin_cpu_is("intel") ? Level::kAvx512 : Level::kAvx512Bf16;
   }();
   return found;
 }
@@ -51,6 +62,7 @@ __attribute__((target(EXTENSION_CPP_AVX512), flatten, noinline)) void run_avx512
 template <class Body>
 void run(const Body& body) {
   switch (level()) {
+    case Level::kAmx:
     case Level::kAvx512Bf16:
     case Level::kAvx512: return detail::run_avx512(body);
     case Level::kAvx2: return detail::run_avx2(body);
@@ -70,6 +82,7 @@ void run_on_memory(const Body& body) {
 template <class Body>
 void run_for_width(const Body& body) {
   switch (level()) {
+    case Level::kAmx:
     case Level::kAvx512Bf16:
     case Level::kAvx512: return detail::run_avx512([&] { body.template operator()<64>(); });
     case Level::kAvx2: return detail::run_avx2([&] { body.template operator()<32>(); });

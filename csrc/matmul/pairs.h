@@ -53,15 +53,20 @@ struct Packing<bfloat16, Pair> {
 
 // Whether an element of `n` pairs is subnormal, which the instruction takes for zero.
 inline __attribute__((target("avx512f,avx512bw"))) bool has_subnormal(const Pair* pairs, int64_t n) {
-  constexpr int kLanes = 16;
-  const __m512i one = _mm512_set1_epi16(1), without_sign = _mm512_set1_epi16(0x7fff);
-  __m512i least = _mm512_set1_epi16(-1);  // of all less one, where zero is the greatest
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const auto there = n - i < kLanes ? static_cast<__mmask16>((1 << (n - i)) - 1) : static_cast<__mmask16>(-1);
-    const __m512i some = _mm512_maskz_loadu_epi32(there, pairs + i);
-    least = _mm512_min_epu16(least, _mm512_sub_epi16(_mm512_and_si512(some, without_sign), one));
+  constexpr int kLanes = 16, kAtOnce = 4;
+  const __m512i minus_one = _mm512_set1_epi16(-1), without_sign = _mm512_set1_epi16(0x7fff);
+  __m512i least[kAtOnce] = {minus_one, minus_one, minus_one, minus_one};  // of all less one: zero is the greatest
+  for (int64_t i = 0; i < n; i += kAtOnce * kLanes) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kAtOnce; ++v) {
+      const int64_t left = std::clamp<int64_t>(n - i - v * kLanes, 0, kLanes);
+      const __m512i some = _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1 << left) - 1), pairs + i + v * kLanes);
+      const __m512i less_one = _mm512_add_epi16(_mm512_and_si512(some, without_sign), minus_one);
+      least[v] = _mm512_min_epu16(least[v], less_one);
+    }
   }
-  return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(0x7f)) != 0;
+  const __m512i all = _mm512_min_epu16(_mm512_min_epu16(least[0], least[1]), _mm512_min_epu16(least[2], least[3]));
+  return _mm512_cmplt_epu16_mask(all, _mm512_set1_epi16(0x7f)) != 0;
 }
 
 // sums[i]: the sum of the products of row i of a strip of a, kStrip apart, with those of kVectors of b's two vectors.

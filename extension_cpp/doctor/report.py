@@ -22,6 +22,7 @@ VECTORS = {
     "avx2": "256 bits (AVX2)",
     "avx512": "512 bits (AVX-512)",
     "avx512_bf16": "512 bits (AVX-512, bfloat16)",
+    "amx": "512 bits (AVX-512), tiles of bfloat16 (AMX)",
 }
 COLORS = {"native": "green", "triton (compiled)": "green", "triton": "yellow", "reference": "red"}
 
