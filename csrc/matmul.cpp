@@ -207,6 +207,7 @@ void multiply_few(
     }
     return;
   }
+  constexpr int64_t kAhead = 2 * B::kColumns;
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
   const int64_t most = has_rows_of(b, k, kInAnyCache) || has_rows_of(b, B::kDepth, kInL2) ? B::kDepth : kSlice;
   for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
@@ -226,6 +227,11 @@ void multiply_few(
             const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
             const bool in_place = columns == B::kColumns || columns == B::kLanes;
             if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
+            // Several rows at a time are too many for the processor to see that each is read in order.
+            for (int64_t q = 0; i == 0 && j + kAhead < width && most == kSlice && q < slice; ++q) {
+              const V* const ahead = strip.data + q * b.inner + kAhead;
+              for (int64_t v = 0; v < B::kColumns; v += 64 / sizeof(V)) __builtin_prefetch(ahead + v);
+            }
             multiply(
                 packed_a, depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
                 p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns, i, i + at_once);
@@ -235,6 +241,114 @@ void multiply_few(
       for (int64_t i = 0; p0 > 0 && i < m; ++i) {
         for (int64_t j = 0; j < width; ++j) c[i * c_step + j0 + j] = sums[i * width + j] + c[i * c_step + j0 + j];
       }
+    }
+  }
+}
+
+// A tile of kRows rows, of rows of a that are read where they lie, a_step apart, with a strip of b.
+template <class V, int kBytes, int kVectors>
+void multiply_where_it_lies(
+    int64_t depth, const V* a, int64_t a_step, const V* b, bool add, V* c, int64_t c_step, int64_t columns) {
+  simd::run_apart<kBytes>([=] {
+    using B = Blocking<V, kBytes>;
+    using Lanes = Vector<V, kBytes>;
+    using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+    constexpr int kRows = B::kRows, kAtOnce = 4, kOfThree = (kRows + 2) / 3;
+    Lanes sums[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kVectors; ++v) sums[i][v] = Lanes{};
+    }
+    // An instruction adds once or twice the step to a pointer: with one for each row, there are too few registers.
+    const V *rows[kOfThree], *strip = b;
+#pragma GCC unroll 8
+    for (int i = 0; i < kOfThree; ++i) {
+      rows[i] = a + 3 * i * a_step;
+#if defined(__GNUC__)
+      asm("" : "+r"(rows[i]));
+#endif
+    }
+    const auto add_rows = [&]<int kCount>(std::integral_constant<int, kCount>) {
+#pragma GCC unroll 4
+      for (int q = 0; q < kCount; ++q) {
+        Lanes of_b[kVectors];
+        for (int v = 0; v < kVectors; ++v) of_b[v] = reinterpret_cast<const Anywhere*>(strip + q * B::kColumns)[v];
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows; ++i) {
+          for (int v = 0; v < kVectors; ++v) sums[i][v] += rows[i / 3][i % 3 * a_step + q] * of_b[v];
+        }
+      }
+      strip += kCount * B::kColumns;
+#pragma GCC unroll 8
+      for (int i = 0; i < kOfThree; ++i) rows[i] += kCount;
+    };
+    int64_t p = 0;
+    for (; p + kAtOnce <= depth; p += kAtOnce) add_rows(std::integral_constant<int, kAtOnce>());
+#pragma GCC unroll 1
+    for (; p < depth; ++p) add_rows(std::integral_constant<int, 1>());
+    V edge[kRows][kVectors * B::kLanes];
+    const bool whole = columns == kVectors * B::kLanes;
+    V* const to = whole ? c : edge[0];
+    const int64_t step = whole ? c_step : kVectors * B::kLanes;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      auto* row = reinterpret_cast<Anywhere*>(to + i * step);
+      for (int v = 0; v < kVectors; ++v) {
+        if (whole && add) sums[i][v] += row[v];
+        row[v] = sums[i][v];
+      }
+    }
+    for (int64_t i = 0; !whole && i < kRows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) c[i * c_step + j] = add ? edge[i][j] + c[i * c_step + j] : edge[i][j];
+    }
+  });
+}
+
+// Whether a is read where it lies, as there are so few columns that copying it takes as long as multiplying.
+template <class V, int kBytes>
+bool is_narrow(const Factor<V>& a, int64_t m, int64_t n) {
+  using B = Blocking<V, kBytes>;
+  return a.inner == 1 && n <= 2 * B::kColumns && m >= 2 * B::kRows;
+}
+
+constexpr int64_t kNarrowDepth = 4096;  // Of b, so many rows are packed at once.
+
+// c = a * b for few columns, in one thread.
+template <int kBytes, class V>
+void multiply_narrow(
+    const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
+    V* packed_b) {
+  using B = Blocking<V, kBytes>;
+  for (int64_t k0 = 0; k0 < k; k0 += kNarrowDepth) {
+    const int64_t end = std::min(k0 + kNarrowDepth, k), width = round_up(n, B::kColumns);
+    // For each kDepth of k, and each strip of b in it.
+    const auto each = [&](const auto& body) {
+      for (int64_t p = k0; p < end; p += B::kDepth) {
+        const int64_t depth = std::min(B::kDepth, end - p);
+        for (int64_t j = 0; j < n; j += B::kColumns) {
+          body(p, depth, j, std::min<int64_t>(B::kColumns, n - j), packed_b + (p - k0) * width + j * depth);
+        }
+      }
+    };
+    each([&](int64_t p, int64_t depth, int64_t j, int64_t columns, V* packed) {
+      const Factor<V> strip{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
+      pack_strip<B::kColumns, kBytes>(strip, columns, depth, packed);
+    });
+    for (int64_t i = 0; i < m; i += B::kRows) {
+      const int64_t rows = std::min<int64_t>(B::kRows, m - i);
+      const V* const from = a.data + i * a.outer;
+      each([&](int64_t p, int64_t depth, int64_t j, int64_t columns, const V* packed) {
+        V* const to = c + i * c_step + j;
+        if (rows < B::kRows) {
+          if (j == 0) pack_strip<B::kRows, kBytes>(Factor<V>{from + p, a.outer, 1}, rows, depth, packed_a);
+          multiply_strip<V, kBytes>(
+              depth, packed_a, packed, B::kColumns, p == 0 ? Into::kEmpty : Into::kAdd, to, c_step, rows, columns);
+        } else if (columns <= B::kLanes) {
+          multiply_where_it_lies<V, kBytes, 1>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
+        } else {
+          multiply_where_it_lies<V, kBytes, 2>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
+        }
+      });
     }
   }
 }
@@ -620,6 +734,16 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
     if (is_row(b, m)) {
       multiply_row<kBytes>(a, b, n, k, c);
       return true;
+    }
+    if constexpr (kBytes > 16) {
+      if (is_narrow<V, kBytes>(a, m, n)) {
+        const int64_t of_rows = B::kRows * depth + kBehind;
+        const int64_t of_columns = round_up(n, B::kColumns) * std::min(kNarrowDepth, k) + kBehind;
+        Scratch scratch(Scratch::bytes<V>(of_rows) + Scratch::bytes<V>(of_columns));
+        V *const packed_a = scratch.take<V>(of_rows), *const packed_b = scratch.take<V>(of_columns);
+        multiply_narrow<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
+        return true;
+      }
     }
     if (is_few<V, kBytes>(m, k, b)) {
       const int64_t of_all = round_up(m, B::kRows) * (b.outer == 1 ? depth : k) + kBehind,

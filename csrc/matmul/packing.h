@@ -152,10 +152,12 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
     if (rows < kStrip) std::fill_n(to, kStrip * ((terms + kTerms - 1) / kTerms), V(0));
     int64_t done = 0;
     if (from.outer == 1) {
+      // What lies between two rows is read too, as nothing depends on it: but subnormal pairs would be noticed.
+      const int64_t last = kTerms == 1 && terms > 0 ? (terms - 1) * from.inner + rows : 0;
       for (; done < whole; ++done) {
         const T* const row = from.data + done * kTerms * from.inner;
         V* const at = to + done * kStrip;
-        if (rows == kStrip) {
+        if (rows == kStrip || done * from.inner + kStrip <= last) {
           Packed::template ones<kStrip>(row, from.inner, at);
         } else {
           for (int64_t i = 0; i < rows; ++i) at[i] = Packed::one(row + i, from.inner);
