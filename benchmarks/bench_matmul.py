@@ -74,7 +74,7 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why the peer is faster, where it is."""
     if device == "cpu":
         if min(m, n) == 1:
-            return "a sum has one order in every layout: what lies along k is transposed first, and no threads share it"
+            return "a sum has one order in every layout: what lies along k is transposed first"
         return ""
     if k <= 16 or min(m, n) <= 16:
         return "so few multiply-adds an element that starting and reading take most of the time"

@@ -826,6 +826,31 @@ std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) 
   return {rows, threads / rows};
 }
 
+constexpr int64_t kInBlocks = 4096;  // Of so many elements of c, threads may share the blocks of k.
+
+// c = a * b, whose sums are long and so few that threads would have nothing to do: they share the blocks of k, which
+// are added in order then. The bits are those of one thread.
+template <class T>
+void run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, int64_t threads, T* c) {
+  constexpr int64_t kDepth = Blocking<T, 16>::kDepth;
+  const int64_t blocks = (k + kDepth - 1) / kDepth, size = m * n;
+  Scratch scratch(Scratch::bytes<T>(blocks * size));
+  T* const sums = scratch.take<T>(blocks * size);
+  parallel_for(0, blocks, (blocks + threads - 1) / threads, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t p = block * kDepth;
+      const Factor<T> part_a{a.data + p * a.inner, a.outer, a.inner}, part_b{b.data + p * b.inner, b.outer, b.inner};
+      simd::run_for_width([&]<int kBytes>() {
+        multiply_block<kBytes, T>(part_a, part_b, m, n, std::min(kDepth, k - p), sums + block * size, n);
+      });
+    }
+  });
+  std::copy_n(sums, size, c);
+  for (int64_t block = 1; block < blocks; ++block) {
+    for (int64_t i = 0; i < size; ++i) c[i] = sums[block * size + i] + c[i];
+  }
+}
+
 template <class T>
 void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
   // Where elements are multiplied once, as those of b with one row, or a few times, reading or writing them takes
@@ -836,6 +861,13 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
   const int64_t unit = b.outer == 1 ? 64 : 32;  // Whole lines, of which a thread that reads b along rows takes several.
   const auto [parts_m, parts_n] = cut(m, n, threads, unit);
+  if constexpr (std::is_floating_point_v<T>) {
+    const Part part(m, n, parts_m, parts_n, unit);
+    const bool idle = ((m + part.rows - 1) / part.rows) * ((n + part.columns - 1) / part.columns) < threads;
+    if (idle && k >= 4 * Blocking<T, 16>::kDepth && m * n >= 8 && m * n <= kInBlocks) {
+      return run_in_blocks(a, b, m, n, k, threads, c);
+    }
+  }
   const bool in_tiles = std::is_same_v<T, bfloat16> && m > 1 && has_tiles();
   std::atomic<bool> by_pairs = in_tiles || (std::is_same_v<T, bfloat16> && simd::multiplies_pairs());
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);

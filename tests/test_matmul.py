@@ -325,7 +325,8 @@ def test_any_product(device, sizes, dtype, layout, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_number_of_threads(dtype):
     """The bits don't depend on it."""
-    for sizes in ((150, 300, 270), (5, 400, 900), (900, 400, 5), (1, 400, 9000), (9000, 400, 1)):
+    sizes_ = [(150, 300, 270), (5, 400, 900), (900, 400, 5), (1, 400, 9000), (9000, 400, 1)]
+    for sizes in [*sizes_, (1, 9000, 20), (20, 9000, 1), (16, 5000, 16)]:  # The last ones share the blocks of k.
         a, b = factors("cpu", dtype, *sizes)
         with using(1):
             compare(a, b)
