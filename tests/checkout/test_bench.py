@@ -385,12 +385,15 @@ class TestLimits:
 
     def test_the_fastest_is_the_limit(self, monkeypatch):
         rates = {"float32": 4.0, "bfloat16": 0.0, "float64": 2.0}
-        monkeypatch.setattr(limits, "multiply_adds", lambda dtype, clock: rates[dtype])
+        tiles = {"bfloat16_in_tiles": 8.0}
+        monkeypatch.setattr(limits, "multiply_adds", lambda dtype, clock: (rates | tiles)[dtype])
         monkeypatch.setattr(limits, "product", lambda device, dtype, clock: {"bfloat16": 9.0}.get(dtype, 3.0))
         monkeypatch.setattr(limits, "copy", lambda device, clock: 1.0)
         found = limits.measure("cpu", rates)
         assert found["operations"] == {"bfloat16": 9, "float32": 4, "float64": 3}
         assert found["by"] == {"bfloat16": "a product", "float32": "multiply-adds", "float64": "a product"}
+        tiles["bfloat16_in_tiles"] = 10.0
+        assert limits.measure("cpu", ["bfloat16"])["operations"] == {"bfloat16": 10}
 
     def test_without_a_compiler(self, monkeypatch):
         monkeypatch.setenv("PATH", "")
