@@ -882,16 +882,18 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
               part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
         };
 #if defined(EXTENSION_CPP_PAIRS)
-        if constexpr (std::is_same_v<T, bfloat16> && kBytes == 64) {
-          if (by_pairs) {
-            bool right = false;
+        if constexpr (std::is_same_v<T, bfloat16>) {
+          if constexpr (kBytes == 64) {
+            if (by_pairs) {
+              bool right = false;
 #if defined(EXTENSION_CPP_AMX)
-            const int64_t to_m = std::min(rows, m - i), to_n = std::min(columns, n - j);
-            if (in_tiles) right = multiply_in_tiles(part_a, part_b, to_m, to_n, k, c + i * n + j, n);
+              const int64_t to_m = std::min(rows, m - i), to_n = std::min(columns, n - j);
+              if (in_tiles) right = multiply_in_tiles(part_a, part_b, to_m, to_n, k, c + i * n + j, n);
 #endif
-            if (!in_tiles) right = multiply_as(Pair());
-            if (!right) by_pairs = false;
-            return;
+              if (!in_tiles) right = multiply_as(Pair());
+              if (!right) by_pairs = false;
+              return;
+            }
           }
         }
 #endif
