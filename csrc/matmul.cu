@@ -174,12 +174,13 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
-constexpr Costs kCostsOfHalves{1570, 134, 1e9, 4350, 11000, 0, 204, 611, 0.135, 1.53, 61, 0.57, 0.2, 10500};
-constexpr double kBytesOfPiece = 4.5;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
+constexpr Costs kCostsOfHalves{88,    117,   1e9,  3307, 4254, 0,   91,   710,
+                               0.138, 0.853, 1.64, 30.5, 5015, 1.5, 0.58, false};
+constexpr double kBytesOfPiece = 3.4;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
 
 // Nanoseconds that it takes to copy so many elements first.
 double time_of_copies(double elements) {
-  constexpr double kLaunch = 1500, kBytesOfCopy = 1350, kElement = 2;
+  constexpr double kLaunch = 2500, kBytesOfCopy = 600, kElement = 2;
   return elements == 0 ? 0 : kLaunch + elements * kElement / kBytesOfCopy;
 }
 
@@ -191,10 +192,11 @@ double time_of_pieces(const Plan& plan, int piece, const Device& device) {
          (1 / (piece * kBytesOfPiece) - 1 / kCostsOfHalves.processor);
 }
 
-// Of a product whose few rows, if it is narrow, are columns.
+// Of a product whose few rows, if it is narrow, are columns; with one of the tiles, or any.
 template <class T>
-Plan plan_wgmma(const Product<T, float>& product, bool narrow, bool swapped, const Device& device) {
-  const int64_t m = product.m, n = product.n, k = product.k, columns = swapped ? m : n;
+Plan plan_wgmma(
+    int64_t m, int64_t n, int64_t k, bool narrow, bool swapped, const Device& device, std::optional<int> only = {}) {
+  const int64_t columns = swapped ? m : n;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   const auto consider = [&](int shape, const Costs& costs, double before) {
     const auto [tile_m, tile_n, cluster, blocks, boxes, rate] = hopper::kTiles[shape];
@@ -212,10 +214,41 @@ Plan plan_wgmma(const Product<T, float>& product, bool narrow, bool swapped, con
   constexpr double kWorthWideTiles = 6000;
   const bool tall = !narrow || time_of_memory(m, n, k, sizeof(T)) > kWorthWideTiles;
   for (int shape = 0; shape < hopper::kTileCount; ++shape) {
+    if (only.has_value() && shape != only) continue;
     if (narrow ? shape != hopper::kNarrowest && !(tall && shape == hopper::kTall) : shape == hopper::kNarrowest)
       continue;
     consider(shape, kCostsOfHalves, copies);
     if (piece < 16 && piece > 0 && hopper::run_of_pieces<T>(shape) != nullptr) consider(shape, of_pieces, 0);
+  }
+  return best;
+}
+
+// If the last tiles would leave most processors idle for long, those take rounds of tiles as long as there are enough
+// for all, and what is left, some rows or columns, is cut into other tiles or parts of k.
+template <class T>
+Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
+  constexpr double kLaunch = 3000, kWorth = 0.95, kLeast = 15000, kFastest = 3600;
+  Plan best = plan_wgmma<T>(m, n, k, false, false, device);
+  if (best.nanoseconds < kLeast || (k | n) % 8 != 0) return best;
+  double least = kWorth * best.nanoseconds;
+  for (int shape = 0; shape < hopper::kNarrowest; ++shape) {
+    const hopper::Tile& tile = hopper::kTiles[shape];
+    const int64_t at_a_time = device.processors / tile.cluster * tile.blocks, height = tile.m * tile.cluster;
+    for (const bool of_rows : {true, false}) {
+      const int64_t size = of_rows ? height : tile.n, across = of_rows ? ceil_div(n, tile.n) : ceil_div(m, height);
+      const int64_t whole = of_rows ? m : n, rounds = across * ceil_div(whole, size) / at_a_time;
+      const int64_t first = rounds * at_a_time / across * size, left = whole - first;
+      if (first == 0 || left <= 0) continue;
+      Plan made = plan_wgmma<T>(of_rows ? first : m, of_rows ? n : first, k, false, false, device, shape);
+      made.nanoseconds += kLaunch;
+      const double others = of_rows ? n : m;
+      if (made.nanoseconds + left * others * k / (kFastest * device.processors) >= least) continue;
+      const int64_t rows_left = of_rows ? left : m, columns_left = of_rows ? n : left;
+      made.nanoseconds += plan_wgmma<T>(rows_left, columns_left, k, false, false, device).nanoseconds;
+      if (made.nanoseconds >= least) continue;
+      best = made, least = made.nanoseconds;
+      (of_rows ? best.rows : best.columns) = first;
+    }
   }
   return best;
 }
@@ -225,7 +258,7 @@ Plan plan_wgmma(const Product<T, float>& product, bool narrow, bool swapped, con
 template <class T>
 bool is_in_pieces(const Product<T, float>& product, const Plan& plan, const Device& device) {
   const int piece = std::min(piece_of(product.a), piece_of(product.b));
-  if (piece == 0 || hopper::run_of_pieces<T>(plan.shape) == nullptr) return false;
+  if (piece == 0 || plan.rows + plan.columns != 0 || hopper::run_of_pieces<T>(plan.shape) == nullptr) return false;
   const int64_t of_a = hopper::reads(product.a, product.m, product.k) ? 0 : product.m * product.k;
   const int64_t of_b = hopper::reads(product.b, product.n, product.k) ? 0 : product.n * product.k;
   return time_of_pieces(plan, piece, device) < time_of_copies(of_a + of_b);
@@ -241,18 +274,35 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
   const bool crowded = narrow && product.n < hopper::kTiles[hopper::kNarrowest].n &&
                        product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  const Plan chosen = remembered(m, n, product.k, device, [&] { return plan_wgmma(product, narrow, swapped, device); });
+  const int64_t k = product.k;
+  const Plan chosen = remembered(m, n, k, device, [&] {
+    return narrow ? plan_wgmma<T>(product.m, product.n, k, true, swapped, device) : plan_in_two<T>(m, n, k, device);
+  });
   const bool in_pieces = is_in_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];
   if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);
-  with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& p, const Plan& plan) {
-    using hopper::Hopper;
-    if (in_pieces) return hopper::run_of_pieces<T>(plan.shape)(launch, p, plan.tiling, device.processors);
-    [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
-      constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
-      kRuns[plan.shape](launch, p, plan.tiling, device.processors);
-    }(std::make_integer_sequence<int, hopper::kTileCount>());
-  });
+  const auto multiply = [&](const Product<T, float>& product, const Plan& plan) {
+    with_splits(launch, like, product, device, plan, [&](const Product<T, float>& p, const Plan& plan) {
+      using hopper::Hopper;
+      if (in_pieces) return hopper::run_of_pieces<T>(plan.shape)(launch, p, plan.tiling, device.processors);
+      [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
+        constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
+        kRuns[plan.shape](launch, p, plan.tiling, device.processors);
+      }(std::make_integer_sequence<int, hopper::kTileCount>());
+    });
+  };
+  Product<T, float> first = product, rest = product;
+  if (chosen.rows != 0) {
+    first.m = chosen.rows, rest = product.below(chosen.rows);
+  } else if (chosen.columns != 0) {
+    first.n = chosen.columns, rest = product.swapped().below(chosen.columns).swapped();
+  } else {
+    return multiply(product, chosen);
+  }
+  multiply(first, chosen);
+  multiply(rest, remembered(rest.m, rest.n, k, device, [&] {
+    return plan_wgmma<T>(rest.m, rest.n, k, false, false, device);
+  }));
 }
 
 template <class T, class V>

@@ -416,15 +416,26 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
     def test_halves_of_any_tile(self, dtype):
-        """All tiles of Hopper, where k is whole, in parts in a cluster and in parts in memory, in every layout."""
+        """All tiles of Hopper, where k is whole, in parts in a cluster and in parts in memory, and where rows or columns are
+        cut in two, in every layout."""
         whole = [(520, 200, 520), (300, 520, 3000), (3000, 64, 520), (1000, 200, 3000), (300, 1000, 4096)]
         whole += [(16, 64, 40), (2000, 520, 520), (4096, 200, 1000), (520, 4096, 3000), (40, 72, 4100)]
-        whole += [(2, 512, 512), (5, 1024, 520), (1000, 520, 7), (32, 1000, 8200), (40_000, 64, 16)]
-        whole += [(3000, 200, 3000), (2880, 136, 2900)]
+        whole += [(2, 512, 512), (1000, 520, 7), (32, 1000, 8200), (40_000, 64, 16)]
+        whole += [(3000, 200, 3000), (2880, 136, 2900), (1308, 208, 2832), (80, 256, 4424)]
         in_cluster = [(16, 1000, 40), (520, 4096, 40), (64, 4096, 3000), (3000, 4096, 16), (520, 4096, 520)]
-        in_memory = [(64, 8192, 16), (300, 20_000, 100), (520, 20_000, 40), (256, 20_000, 520), (300, 8192, 2000)]
-        in_memory += [(1500, 20_000, 1000), (16, 20_000, 520), (520, 20_000, 256), (16, 20_000, 100)]
-        for sizes in whole + in_cluster + in_memory:
+        in_cluster += [(5, 1024, 520), (64, 8192, 16), (520, 20_000, 40), (16, 20_000, 520), (1452, 4264, 200)]
+        in_cluster += [(964, 3888, 88), (72, 1432, 472), (64, 1456, 2520)]
+        in_memory = [
+            (300, 20_000, 100),
+            (256, 20_000, 520),
+            (300, 8192, 2000),
+            (1500, 20_000, 1000),
+            (520, 20_000, 256),
+        ]
+        in_memory += [(16, 20_000, 100), (80, 11_592, 4240), (36, 29_168, 456), (84, 25_856, 1056), (36, 13_344, 40)]
+        in_memory += [(972, 21_136, 40), (36, 5016, 4432)]
+        in_two = [(3176, 464, 1352), (2916, 2496, 760), (4996, 496, 808), (740, 2136, 2856)]
+        for sizes in whole + in_cluster + in_memory + in_two:
             a, b = factors("cuda", dtype, *sizes)
             compare(a, b)
             want = extension_cpp.matmul(a, b)

@@ -30,6 +30,8 @@ struct TileModel {
   int shared_bytes = 0;  // of a block, where not every device has them
 };
 
+constexpr double kBytesOfDevice = 4000;
+
 // What else takes time: nanoseconds, and bytes a nanosecond. Fitted to measured products, for the best tile to come
 // first: no number by itself is one of the chip.
 struct Costs {
@@ -39,13 +41,15 @@ struct Costs {
   double pass;                // to add up sums in another launch
   double sums;                // bytes that it moves
   double cluster, per_split;  // to add up sums in a cluster
-  double per_group = 0;       // the same, for eight columns of a block's share
-  double per_element = 0;     // to store an element of a tile
-  double unaligned = 1;       // how much longer it takes to read rows that don't begin with a line of the cache
-  double per_part = 0;        // to add up one part of k more in another launch
-  double outside = 0;         // how much longer memory takes if tiles are twice as large as what they have to read
-  double line = 0;            // how much longer memory takes then, for each line that a box has
-  double streamed = 1e9;      // bytes that all of them read of what streams through the L2 cache
+  double per_group = 0;                // the same, for eight columns of a block's share
+  double per_element = 0;              // to store an element of a tile
+  double after = 0.15;                 // of that, what blocks of a multiprocessor add which store one after the other
+  double unaligned = 1;                // how much longer it takes to read rows that don't begin with a line of the cache
+  double per_part = 0;                 // to add up one part of k more in another launch
+  double memory = kBytesOfDevice;      // bytes that all of them read from memory and write to it
+  double outside = 0;                  // how much longer memory takes if tiles are twice as large as what they have to read
+  double both = 0;                     // or if several tiles read a factor: it goes through both parts of the L2 cache
+  bool overlaps = true;                // Memory takes its time next to all else, not for the most part only.
 };
 
 struct Plan {
@@ -53,20 +57,25 @@ struct Plan {
   Tiling tiling;
   double nanoseconds;
   bool in_cluster = false;  // The parts of k are a cluster's blocks.
+  // If not 0, the plan is only of the first so many rows or columns. Those behind them have a plan of their own.
+  int64_t rows = 0, columns = 0;
 };
 
 // How many clusters of `size` blocks run at a time, a block a multiprocessor: a cluster lies in one part of the chip,
 // of 16 multiprocessors or a few more, and of one part some are switched off.
 inline int64_t clusters_at_a_time(int processors, int64_t size) {
-  constexpr int kPart = 16, kOfLast = 12;
+  constexpr int kPart = 16, kOfLast = 9;
   return size <= 2 ? processors / size
                    : std::max<int64_t>((processors / kPart - 1) * (kPart / size) + kOfLast / size, 1);
 }
 
 // Of reading a and b and writing c once: the least that a product takes, in nanoseconds.
-constexpr double kBytesOfDevice = 4000;
 inline double time_of_memory(int64_t m, int64_t n, int64_t k, int64_t bytes) {
   return static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
+}
+
+inline double cube(double x) {
+  return x * x * x;
 }
 
 // The tiles and splits that should take the least time, for a product that is `swapped` if its m was n. Splitting k
@@ -76,19 +85,13 @@ template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
     const Device& device, bool adds_in_clusters, bool swapped = false) {
-  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kFewRows = 64;
-  constexpr double kLeastOfLines = 17000, kLeastOfStream = 150000;
+  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128;
   // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
   const int64_t rows = swapped ? n : m, columns = swapped ? m : n;
-  const double memory = time_of_memory(m, n, k, bytes);
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
     if (shape.shared_bytes > device.shared_bytes) continue;
-    // Whether memory takes longer than multiplying, and so long that what blocks read twice is not in the cache.
-    const bool streams = memory > kLeastOfStream &&
-                         memory * shape.rate * device.processors > static_cast<double>(m) * n * k * shape.processors;
-    if (streams && shape.processors > 1 && m <= shape.m / shape.processors) continue;  // One of its blocks has no rows.
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
     const double most = 2.2 * device.processors * shape.blocks / shape.processors;
@@ -101,12 +104,9 @@ Plan plan(
     // Rows of a stage that lie outside of the matrices could be other ones on their way.
     const int64_t height = shape.m / shape.processors, inside = std::min(m, height) + std::min(n, shape.n);
     const double empty = static_cast<double>(height + shape.n - inside) / inside;
-    double at_least = memory * (1 + costs.outside * empty);
-    // Where few rows are multiplied, memory takes the longest, and reads lines that boxes share twice.
-    if (memory > kLeastOfLines && rows <= kFewRows && columns * bytes % kLine != 0) {
-      at_least += costs.line * static_cast<double>(kLine) / (width * bytes) * time_of_memory(0, columns, k, bytes);
-    }
-    if (streams) at_least = std::max(at_least, tiles * tiling.steps * read / costs.streamed);
+    const double twice = (tiling.tiles_n > 1 ? m * k : 0) + (tiling.tiles_m * shape.processors > 1 ? n * k : 0);
+    const double moved = static_cast<double>(m * k + n * k + m * n) + costs.both * twice;
+    const double at_least = moved * bytes / costs.memory * (1 + costs.outside * empty);
     for (int64_t splits = 1, next; splits <= kMostSplits; splits = next) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       // Numbers of parts between the two would leave some empty.
@@ -129,11 +129,10 @@ Plan plan(
         const double step =
             std::max(shape.m * shape.n * shape.k / shape.rate, read / (costs.processor * shape.processors)) / busy;
         double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
-        // Blocks of a multiprocessor store side by side; those that aren't its first, one a little after the other.
-        constexpr double kAfterOthers = 0.15;
         const double rounds = std::ceil(turns / shape.blocks);
-        const double stored = 1 + (rounds - 1) * (1 + kAfterOthers * (shape.blocks - 1));
-        time = std::max(time + rounds * costs.block + stored * of_block, at_least);
+        const double stored = 1 + (rounds - 1) * (1 + costs.after * (shape.blocks - 1));
+        time += rounds * costs.block + stored * of_block;
+        time = costs.overlaps ? std::max(time, at_least) : std::cbrt(cube(time) + cube(at_least));
         if (in_cluster) {
           const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
           time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
