@@ -61,12 +61,11 @@ struct Plan {
   int64_t rows = 0, columns = 0;
 };
 
-// How many clusters of `size` blocks run at a time, a block a multiprocessor: a cluster lies in one part of the chip,
-// of 16 multiprocessors or a few more, and of one part some are switched off.
-inline int64_t clusters_at_a_time(int processors, int64_t size) {
-  constexpr int kPart = 16, kOfLast = 9;
-  return size <= 2 ? processors / size
-                   : std::max<int64_t>((processors / kPart - 1) * (kPart / size) + kOfLast / size, 1);
+// How many clusters of `size` blocks run at a time, a block a multiprocessor. A cluster lies in one part of the chip, of
+// 16 or 18 multiprocessors: these are as many as the driver says of 132 of an H200. Chips differ by one.
+inline int64_t clusters_at_a_time(int64_t processors, int64_t size) {
+  constexpr int64_t kOf = 132, kFit[kMostInCluster + 1] = {0, kOf, kOf / 2, 39, 30, 22, 16, 15, 15};
+  return std::max<int64_t>(processors * kFit[size] / kOf, 1);
 }
 
 // Of reading a and b and writing c once: the least that a product takes, in nanoseconds.
