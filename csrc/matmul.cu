@@ -174,8 +174,8 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
-constexpr Costs kCostsOfHalves{88,    115,   1e9,  3250, 4210, 0,    101,  677,
-                               0.148, 0.856, 1.65, 33.2, 5150, 1.45, 0.65, false};
+constexpr Costs kCostsOfHalves{88,    117,   1e9,  3307, 4254, 0,   91,   710,
+                               0.138, 0.853, 1.64, 30.5, 5015, 1.5, 0.58, false};
 constexpr double kBytesOfPiece = 3.4;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
 
 // Nanoseconds that it takes to copy so many elements first.
