@@ -174,8 +174,7 @@ bool is_narrow(int64_t m, int64_t n) {
   return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
 }
 
-constexpr Costs kCostsOfHalves{88,    117,   1e9,  3307, 4254, 0,   91,   710,
-                               0.138, 0.853, 1.64, 30.5, 5015, 1.5, 0.58, false};
+constexpr Costs kCostsOfHalves{88, 117, 1e9, 3307, 4254, 0, 91, 710, 0.138, 0.853, 1.64, 30.5, 5015, 1.5, 0.58, false};
 constexpr double kBytesOfPiece = 3.4;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
 
 // Nanoseconds that it takes to copy so many elements first.
@@ -223,8 +222,8 @@ Plan plan_wgmma(
   return best;
 }
 
-// If the last tiles would leave most processors idle for long, those take rounds of tiles as long as there are enough
-// for all, and what is left, some rows or columns, is cut into other tiles or parts of k.
+// Where the last tiles would leave most processors idle, the plan is of the first rows or columns, as many as give all
+// of them tiles to the end. The others have a plan of their own, with other tiles or parts of k.
 template <class T>
 Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
   constexpr double kLaunch = 3000, kWorth = 0.95, kLeast = 15000, kFastest = 3600;
@@ -300,9 +299,9 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
     return multiply(product, chosen);
   }
   multiply(first, chosen);
-  multiply(rest, remembered(rest.m, rest.n, k, device, [&] {
-    return plan_wgmma<T>(rest.m, rest.n, k, false, false, device);
-  }));
+  const int64_t rows = rest.m, columns = rest.n;
+  const auto plan_rest = [&] { return plan_wgmma<T>(rows, columns, k, false, false, device); };
+  multiply(rest, remembered(rows, columns, k, device, plan_rest));
 }
 
 template <class T, class V>

@@ -30,26 +30,26 @@ struct TileModel {
   int shared_bytes = 0;  // of a block, where not every device has them
 };
 
-constexpr double kBytesOfDevice = 4000;
+constexpr double kBytesOfDevice = 4000;  // that memory moves, a nanosecond
 
 // What else takes time: nanoseconds, and bytes a nanosecond. Fitted to measured products, for the best tile to come
 // first: no number by itself is one of the chip.
 struct Costs {
-  double block;               // to start and end a tile's block
-  double processor;           // bytes that a multiprocessor reads
-  double cache;               // bytes that all of them read, out of the L2 cache
-  double pass;                // to add up sums in another launch
-  double sums;                // bytes that it moves
-  double cluster, per_split;  // to add up sums in a cluster
-  double per_group = 0;                // the same, for eight columns of a block's share
-  double per_element = 0;              // to store an element of a tile
-  double after = 0.15;                 // of that, what blocks of a multiprocessor add which store one after the other
-  double unaligned = 1;                // how much longer it takes to read rows that don't begin with a line of the cache
-  double per_part = 0;                 // to add up one part of k more in another launch
-  double memory = kBytesOfDevice;      // bytes that all of them read from memory and write to it
-  double outside = 0;                  // how much longer memory takes if tiles are twice as large as what they have to read
-  double both = 0;                     // or if several tiles read a factor: it goes through both parts of the L2 cache
-  bool overlaps = true;                // Memory takes its time next to all else, not for the most part only.
+  double block;                    // to start and end a tile's block
+  double processor;                // bytes that a multiprocessor reads
+  double cache;                    // bytes that all of them read, out of the L2 cache
+  double pass;                     // to add up sums in another launch
+  double sums;                     // bytes that it moves
+  double cluster, per_split;       // to add up sums in a cluster
+  double per_group = 0;            // the same, for eight columns of a block's share
+  double per_element = 0;          // to store an element of a tile
+  double after = 0.15;             // of that, what blocks of a multiprocessor add as they store one after the other
+  double unaligned = 1;            // how much longer reading rows takes that don't begin with a line of the cache
+  double per_part = 0;             // to add up one part of k more in another launch
+  double memory = kBytesOfDevice;  // bytes that memory moves
+  double outside = 0;              // how much longer memory takes if tiles are twice as large as what they have to read
+  double both = 0;                 // or for a factor that several tiles read, in both parts of the L2 cache
+  bool overlaps = true;            // Memory takes its time next to all else, not for the most part only.
 };
 
 struct Plan {
@@ -61,8 +61,8 @@ struct Plan {
   int64_t rows = 0, columns = 0;
 };
 
-// How many clusters of `size` blocks run at a time, a block a multiprocessor. A cluster lies in one part of the chip, of
-// 16 or 18 multiprocessors: these are as many as the driver says of 132 of an H200. Chips differ by one.
+// How many clusters of `size` blocks run at a time, a block a multiprocessor: as many as the driver says of an H200,
+// which has 132. A cluster lies in one part of the chip, of 18 or fewer, and chips differ in those.
 inline int64_t clusters_at_a_time(int64_t processors, int64_t size) {
   constexpr int64_t kOf = 132, kFit[kMostInCluster + 1] = {0, kOf, kOf / 2, 39, 30, 22, 16, 15, 15};
   return std::max<int64_t>(processors * kFit[size] / kOf, 1);
