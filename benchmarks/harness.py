@@ -348,9 +348,10 @@ def times_of(case: Case, clock: Clock) -> dict[str, list[float]]:
         calls[COPY] = rotated(lambda source, target: target.copy_(source), copied)
     for call in calls.values() if len(sets) > 1 else ():
         start = clock()
-        for _ in sets:  # The first results take fresh memory, which costs more than the work, unless that is a lot.
+        # The first results take fresh memory, which may cost more than the work, until the allocator knows how much to keep.
+        for _ in range(5 * len(sets)):
             call()
-            if clock() - start > 0.2:
+            if clock() - start > 0.5:
                 break
     chosen = case.timer or (time_cuda if case.device == "cuda" else time_cpu)
     rounds = case.rounds
