@@ -35,17 +35,17 @@ def overview(found: list[Results]) -> bytes:
     low, high = min(0.45, *values) * 0.9, max(2.2, *values) * 1.1
     ticks = [x for x in (TICKS if high / low > 30 else FEW_TICKS) if low <= x <= high]
     with matplotlib.rc_context(SETTINGS):
-        height = 0.185 * len(keys) + 0.72
+        height = 0.185 * len(keys) + 0.84
         figure = Figure(figsize=(WIDTH, height))
         left, gap = 0.285, 0.022
         width = (0.985 - left + gap) / len(machines) - gap
         for i, (machine, rows) in enumerate(machines.items()):
             bottom = 0.36 / height
-            axes = figure.add_axes((left + i * (width + gap), bottom, width, 1 - bottom - 0.3 / height))
+            axes = figure.add_axes((left + i * (width + gap), bottom, width, 1 - bottom - 0.42 / height))
             draw_ratios(axes, keys, rows)
             axes.set_xlim(low, high * (high / low) ** 0.32)  # room for two numbers
             axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
-            axes.set_title(machine, weight="bold")
+            axes.set_title(machine, weight="bold", pad=15)  # above what the numbers are
             if i == 0:
                 label_rows(axes, keys)
             axes.set_xlabel("the best peer's time / ours", labelpad=2)
