@@ -4,7 +4,7 @@
 // Geijn, "BLIS: A framework for rapidly instantiating BLAS functionality", 2015): a strip of b stays in the first-level
 // cache, a block of a in the second, and a tile of c in registers. Each element of c is a sum over k in ascending order
 // within blocks of kDepth, whatever the layouts, the number of threads and the place in the matrix: the bits don't
-// depend on them.
+// depend on them. One row is multiplied by row.h, in an order of its own.
 #include "matmul.h"
 
 #include <algorithm>
@@ -19,6 +19,7 @@
 #include "common/simd.h"
 #include "matmul/amx.h"
 #include "matmul/packing.h"
+#include "matmul/row.h"
 
 namespace extension_cpp::matmul {
 namespace {
@@ -353,258 +354,6 @@ void multiply_narrow(
   }
 }
 
-// c = a * b for one row, in one thread, of a b whose rows have their elements next to each other: b is read once, in
-// the order of its memory. `sums` has room for kFewColumns.
-template <int kBytes, class T, class V>
-void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c, V* sums) {
-  simd::run_apart<kBytes>([=] {
-    using Lanes = Vector<V, kBytes>;
-    using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-    constexpr int kLanes = Blocking<V, kBytes>::kLanes, kAtOnce = 8;
-    constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth;
-    // The columns at the end are the last lanes of a vector, or if there are no others, the first. Not scalars, whose
-    // products a compiler may round before it adds them.
-    const bool narrow = n < kLanes;
-    const T* const ends = narrow ? b.data : b.data + n - kLanes;
-    // So many of their rows can be read as vectors: of the last, these would end behind the matrix.
-    const int64_t step = std::max<int64_t>(b.inner, 1);
-    const int64_t readable = !narrow ? k : b.inner == 0 ? 0 : k - (kLanes - n + step - 1) / step;
-    // Of one or two vectors, sums of several parts of k, as each waits for its last term.
-    constexpr int kParts = 4;
-    const auto add_parts = [&]<int kVectors>(std::integral_constant<int, kVectors>, int64_t p0) {
-      Lanes parts[kParts][kVectors] = {};
-#pragma GCC unroll 1
-      for (int64_t p = p0; p < p0 + kDepth; ++p) {
-        for (int q = 0; q < kParts; ++q) {
-          for (int v = 0; v < kVectors; ++v) {
-            const int64_t at = p + q * kDepth;
-            Lanes of_row;
-            Packing<T, V>::template row<kLanes>((v == 0 ? b.data : ends) + at * b.inner, reinterpret_cast<V*>(&of_row));
-            parts[q][v] += a[at] * of_row;
-          }
-        }
-      }
-      V each[kParts][kVectors * kLanes];
-      std::memcpy(each, parts, sizeof(each));
-      for (int64_t q = 0; q < kParts; ++q) {
-#pragma GCC unroll 1
-        for (int64_t j = 0; j < n; ++j) {
-          const V sum = each[q][j < kLanes ? j : j + 2 * kLanes - n];
-          c[j] = p0 + q == 0 ? sum : sum + c[j];
-        }
-      }
-    };
-    int64_t first = 0;
-    for (; n <= 2 * kLanes && first + kParts * kDepth <= readable; first += kParts * kDepth) {
-      n <= kLanes ? add_parts(std::integral_constant<int, 1>(), first)
-                  : add_parts(std::integral_constant<int, 2>(), first);
-    }
-    for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
-      const int64_t width = std::min(kFewColumns, n - j0), whole = width / kLanes * kLanes;
-      for (int64_t p0 = first; p0 < k; p0 += kDepth) {
-        const int64_t end = std::min(p0 + kDepth, k);
-        V* const to = p0 == 0 ? c + j0 : sums;
-        std::memset(to, 0, width * sizeof(V));
-        const auto add = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t p) {
-          const T* const rows = b.data + j0 + p * b.inner;
-#pragma GCC unroll 1
-          for (int64_t j = 0; j < whole; j += kLanes) {
-            Lanes sum = *reinterpret_cast<const Anywhere*>(to + j);
-            for (int q = 0; q < kCount; ++q) {
-              Lanes of_row;
-              Packing<T, V>::template row<kLanes>(rows + q * b.inner + j, reinterpret_cast<V*>(&of_row));
-              sum += a[p + q] * of_row;
-            }
-            *reinterpret_cast<Anywhere*>(to + j) = sum;
-          }
-        };
-        int64_t p = p0;
-        for (; p + kAtOnce <= end; p += kAtOnce) add(std::integral_constant<int, kAtOnce>(), p);
-#pragma GCC unroll 1
-        for (; p < end; ++p) add(std::integral_constant<int, 1>(), p);
-        if (whole != width) {
-          Lanes last{};
-          V each[kLanes] = {};
-          for (p = p0; p < std::min(end, readable); ++p) {
-            Lanes of_row;
-            Packing<T, V>::template row<kLanes>(ends + p * b.inner, reinterpret_cast<V*>(&of_row));
-            last += a[p] * of_row;
-          }
-#pragma GCC unroll 1
-          for (; p < end; ++p) {
-            read(ends + p * b.inner, 1, each, n);
-            last += a[p] * *reinterpret_cast<const Anywhere*>(each);
-          }
-          std::memcpy(each, &last, sizeof(last));
-          std::copy_n(each + (narrow ? 0 : kLanes - (width - whole)), width - whole, to + whole);
-        }
-        for (int64_t j = 0; p0 > 0 && j < width; ++j) c[j0 + j] = sums[j] + c[j0 + j];
-      }
-    }
-  });
-}
-
-#if defined(EXTENSION_CPP_TRANSPOSE)
-
-// What a vector has lanes for of the columns at `from`, of kDeep successive k's from p on: a vector for each.
-template <int kBytes, class V, class T>
-struct OfColumns {
-  static constexpr int kLanes = Blocking<V, kBytes>::kLanes;
-  // Columns come in pieces of 16 bytes where those take fewer steps to transpose than whole vectors.
-  static constexpr bool kInPieces = std::is_same_v<T, V> && (sizeof(V) == 4 || kBytes < 64);
-  static constexpr int kDeep = kInPieces ? 16 / sizeof(V) : kLanes;
-
-  Vector<V, kBytes> rows[kDeep];
-
-  [[gnu::always_inline]] OfColumns(const T* const* from, int64_t p) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kDeep; ++i) {
-      if constexpr (kInPieces) {
-        join<kDeep>(rows[i], from + i, p);
-      } else {
-        Packing<T, V>::template row<kLanes>(from[i] + p, reinterpret_cast<V*>(&rows[i]));
-      }
-    }
-    transpose<kDeep>(rows, std::make_integer_sequence<int, kLanes>());
-  }
-};
-
-// Adds to c of few columns the sums of as many parts of k as a vector has lanes, from p0 on.
-template <int kBytes, class V>
-void multiply_in_parts(const V* a, const V* const* from, int64_t columns, int64_t p0, V* c) {
-  using Lanes = Vector<V, kBytes>;
-  using Columns = OfColumns<kBytes, V, V>;
-  constexpr int kLanes = Columns::kLanes, kDeep = Columns::kDeep;
-  constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth;
-  const auto parts_of = [&](const V* column, const V*(&parts)[kLanes]) {
-#pragma GCC unroll 1
-    for (int64_t q = 0; q < kLanes; ++q) parts[q] = column + p0 + q * kDepth;
-  };
-  const V* parts[2][kLanes];
-  Lanes of_a[kDepth];
-  parts_of(a, parts[0]);
-  for (int64_t p = 0; p < kDepth; p += kDeep) {
-    const Columns of(parts[0], p);
-#pragma GCC unroll 16
-    for (int q = 0; q < kDeep; ++q) of_a[p + q] = of.rows[q];
-  }
-  for (int64_t i = 0; i < columns; i += 2) {
-    for (int t = 0; t < 2; ++t) parts_of(from[i + t], parts[t]);
-    Lanes sums[2] = {};
-    for (int64_t p = 0; p < kDepth; p += kDeep) {
-#pragma GCC unroll 2
-      for (int t = 0; t < 2; ++t) {
-        const Columns of(parts[t], p);
-#pragma GCC unroll 16
-        for (int q = 0; q < kDeep; ++q) sums[t] += of_a[p + q] * of.rows[q];
-      }
-    }
-    V each[2][kLanes];
-    std::memcpy(each, sums, sizeof(each));
-    for (int64_t t = 0; t < 2 && i + t < columns; ++t) {
-      V* const to = c + i + t;
-#pragma GCC unroll 1
-      for (int64_t q = 0; q < kLanes; ++q) *to = p0 + q == 0 ? each[t][q] : each[t][q] + *to;
-    }
-  }
-}
-
-// c = a * b for one row, of a b whose columns have their elements next to each other: they are transposed in registers.
-// Each sum waits for its last term, so that two vectors of them take turns: of other columns, or of another part of k.
-template <int kBytes, class T, class V>
-void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, V* c) {
-  simd::run_apart<kBytes>([=] {
-    using Lanes = Vector<V, kBytes>;
-    using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-    using Columns = OfColumns<kBytes, V, T>;
-    constexpr int kLanes = Columns::kLanes, kDeep = Columns::kDeep, kMost = 2 * kLanes;
-    constexpr int64_t kDepth = Blocking<V, kBytes>::kDepth, kLine = 64 / sizeof(T), kAhead = 8 * kLine;
-    // What no cache holds comes in fewer streams.
-    constexpr int64_t kHeld = 8 << 20, kPage = 4096;
-    const bool far = n > kHeld / static_cast<int64_t>(sizeof(T)) / k;
-    const bool crowded = b.outer * static_cast<int64_t>(sizeof(T)) % kPage == 0;
-    for (int64_t j = 0, columns; j < n; j += columns) {
-      const bool wide = !far && !crowded && n - j > kLanes;
-      columns = std::min<int64_t>(wide ? kMost : kLanes, n - j);
-      const T* from[kMost];  // What is lacking at the end is another column once more.
-#pragma GCC unroll 1
-      for (int64_t i = 0; i < kMost; ++i) from[i] = b.data + (j + std::min(i, columns - 1)) * b.outer;
-      int64_t p0 = 0;
-      if constexpr (std::is_same_v<T, V>) {
-        for (; columns <= kLanes / 2 && p0 + kLanes * kDepth <= k; p0 += kLanes * kDepth) {
-          multiply_in_parts<kBytes>(a, from, columns, p0, c + j);
-        }
-      }
-      for (int64_t end; p0 < k; p0 = end) {
-        Lanes sums[2] = {};
-        const auto add = [&]<int kGroups, int kParts>(std::integer_sequence<int, kGroups, kParts>) {
-          for (int64_t p = p0; p + kDeep <= end; p += kDeep) {
-            for (int i = 0; far && p % kLine == 0 && i < kLanes; ++i) __builtin_prefetch(from[i] + p + kAhead);
-#pragma GCC unroll 2
-            for (int t = 0; t < kGroups * kParts; ++t) {
-              const int64_t at = p + (kGroups == 1 ? t * kDepth : 0);
-              const Columns of(from + (kGroups == 1 ? 0 : t * kLanes), at);
-#pragma GCC unroll 16
-              for (int q = 0; q < kDeep; ++q) sums[t] += a[at + q] * of.rows[q];
-            }
-          }
-        };
-        const bool two_parts = !wide && !far && p0 + 2 * kDepth <= k;
-        end = std::min(p0 + kDepth, k);
-        if (wide) {
-          add(std::integer_sequence<int, 2, 1>());
-        } else if (two_parts) {
-          add(std::integer_sequence<int, 1, 2>());
-        } else {
-          add(std::integer_sequence<int, 1, 1>());
-        }
-        V each[kMost], rest[kDeep][kMost];
-        const int64_t left = (end - p0) % kDeep;
-        for (int64_t i = 0; left != 0 && i < (wide ? kMost : kLanes); ++i) {
-          for (int64_t q = 0; q < left; ++q) rest[q][i] = load(from[i][end - left + q]);
-        }
-#pragma GCC unroll 1
-        for (int64_t q = 0; q < left; ++q) {
-          for (int t = 0; t < (wide ? 2 : 1); ++t) {
-            sums[t] += a[end - left + q] * reinterpret_cast<const Anywhere*>(rest[q])[t];
-          }
-        }
-        std::memcpy(each, sums, sizeof(each));
-#pragma GCC unroll 1
-        for (int64_t i = 0; i < columns; ++i) c[j + i] = p0 == 0 ? each[i] : each[i] + c[j + i];
-        if (two_parts) {
-          end += kDepth;
-#pragma GCC unroll 1
-          for (int64_t i = 0; i < columns; ++i) c[j + i] = each[kLanes + i] + c[j + i];
-        }
-      }
-    }
-  });
-}
-
-#endif
-
-// Whether c is one row that is multiplied so.
-template <class T>
-bool is_row(const Factor<T>& b, int64_t m) {
-#if defined(EXTENSION_CPP_TRANSPOSE)
-  return m == 1 && (b.outer == 1 || b.inner == 1);
-#else
-  return m == 1 && b.outer == 1;
-#endif
-}
-
-template <int kBytes, class T, class V>
-void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, V* c) {
-  Scratch scratch(Scratch::bytes<V>(k) + Scratch::bytes<V>(kFewColumns));
-  V *const row = scratch.take<V>(k), *const sums = scratch.take<V>(kFewColumns);
-  read(a.data, a.inner, row, k);
-#if defined(EXTENSION_CPP_TRANSPOSE)
-  if (b.inner == 1 && (b.outer != 1 || n == 1)) return multiply_by_columns<kBytes>(row, b, n, k, c);
-#endif
-  multiply_by_rows<kBytes>(row, b, n, k, c, sums);
-}
-
 constexpr int64_t kShallow = 4;
 
 // c = a * b over kDepth k's, in one thread: rows of c are written one after the other, as that takes the most time.
@@ -731,10 +480,6 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
       }
       return true;
     }
-    if (is_row(b, m)) {
-      multiply_row<kBytes>(a, b, n, k, c);
-      return true;
-    }
     if constexpr (kBytes > 16) {
       if (is_narrow<V, kBytes>(a, m, n)) {
         const int64_t of_rows = B::kRows * depth + kBehind;
@@ -765,15 +510,6 @@ bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n
     P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
     return multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
   } else {
-    if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<P, V>) {
-      if (is_row(b, m)) {
-        Scratch scratch(Scratch::bytes<V>(n));
-        V* const sums = scratch.take<V>(n);
-        multiply_row<kBytes>(a, b, n, k, sums);
-        store(c, sums, n);
-        return true;
-      }
-    }
     // b is packed once for so many rows.
     const int64_t most_rows = part_of(m, 4 * B::kHeight, B::kRows), most_columns = part_of(n, B::kWidth, B::kColumns);
     const int64_t of_sums = std::min(most_rows, m) * std::min(most_columns, n);
@@ -826,6 +562,15 @@ std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) 
   return {rows, threads / rows};
 }
 
+// The same by the widest vectors.
+template <class T>
+bool multiply_part(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
+  bool right = true;
+  simd::run_for_width(
+      [&]<int kBytes>() { right = multiply_block<kBytes, decltype(load(T()))>(a, b, m, n, k, c, c_step); });
+  return right;
+}
+
 constexpr int64_t kInBlocks = 4096;  // Of so many elements of c, threads may share the blocks of k.
 
 // c = a * b, whose sums are long and so few that threads would have nothing to do: they share the blocks of k, which
@@ -840,9 +585,7 @@ void run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n,
     for (int64_t block = begin; block < end; ++block) {
       const int64_t p = block * kDepth;
       const Factor<T> part_a{a.data + p * a.inner, a.outer, a.inner}, part_b{b.data + p * b.inner, b.outer, b.inner};
-      simd::run_for_width([&]<int kBytes>() {
-        multiply_block<kBytes, T>(part_a, part_b, m, n, std::min(kDepth, k - p), sums + block * size, n);
-      });
+      multiply_part(part_a, part_b, m, n, std::min(kDepth, k - p), sums + block * size, n);
     }
   });
   std::copy_n(sums, size, c);
@@ -851,11 +594,55 @@ void run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n,
   }
 }
 
+// c = a * b for one row.
+template <class T>
+void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c) {
+  using V = decltype(load(T()));
+  constexpr int64_t kWorthAThread = 256 * 1024;  // Bytes to read.
+  const double bytes = static_cast<double>(n + 1) * static_cast<double>(k) * sizeof(V);
+  const auto threads =
+      static_cast<int64_t>(std::clamp<double>(bytes / kWorthAThread, 1, torch::stable::get_num_threads()));
+  const auto multiply = [&](int64_t j, int64_t columns, int64_t p, int64_t depth, const Blocks<V>& to) {
+    const Factor<T> part_a{a.data + p * a.inner, a.outer, a.inner};
+    const Factor<T> part_b{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
+    simd::run_for_width([&]<int kBytes>() { multiply_row<kBytes>(part_a, part_b, columns, depth, to); });
+  };
+  const int64_t unit =
+      b.outer == 1 ? 64 : 8;  // of columns, of which rows have whole lines, or as many are read at once
+  const int64_t columns = round_up((n + threads - 1) / threads, unit);
+  const int64_t parts = (n + columns - 1) / columns, blocks = (k + kDepthOfRow - 1) / kDepthOfRow;
+  if (parts < threads && blocks > 1 && n <= kInBlocks) {  // Threads share the blocks of k, which are added up then.
+    Scratch scratch(Scratch::bytes<V>(blocks * n));
+    V* const sums = scratch.take<V>(blocks * n);
+    parallel_for(0, blocks, (blocks + threads - 1) / threads, [&](int64_t begin, int64_t end) {
+      const int64_t p = begin * kDepthOfRow;
+      multiply(0, n, p, std::min(end * kDepthOfRow, k) - p, {sums + begin * n, n});
+    });
+    for (int64_t block = 1; block < blocks; ++block) {
+      for (int64_t j = 0; j < n; ++j) sums[j] = sums[block * n + j] + sums[j];
+    }
+    store(c, sums, n);
+    return;
+  }
+  const auto body = [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * columns, count = std::min(end * columns, n) - first;
+    if constexpr (std::is_same_v<T, V>) {
+      multiply(first, count, 0, k, {c + first});
+    } else {
+      Scratch scratch(Scratch::bytes<V>(count));
+      V* const sums = scratch.take<V>(count);
+      multiply(first, count, 0, k, {sums});
+      store(c + first, sums, count);
+    }
+  };
+  parts == 1 ? body(0, 1) : parallel_for(0, parts, 1, body);
+}
+
 template <class T>
 void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
-  // Where elements are multiplied once, as those of b with one row, or a few times, reading or writing them takes
-  // longer.
-  const double worth_a_thread = m == 1 || k <= kShallow ? 64 * 64 * 16 : 64 * 64 * 64;
+  if (m == 1 && k > kShallow) return run_row(a, b, n, k, c);
+  // Where elements are multiplied a few times, writing them takes longer.
+  const double worth_a_thread = k <= kShallow ? 64 * 64 * 16 : 64 * 64 * 64;
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
@@ -868,7 +655,7 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       return run_in_blocks(a, b, m, n, k, threads, c);
     }
   }
-  const bool in_tiles = std::is_same_v<T, bfloat16> && m > 1 && has_tiles();
+  const bool in_tiles = std::is_same_v<T, bfloat16> && has_tiles();
   std::atomic<bool> by_pairs = in_tiles || (std::is_same_v<T, bfloat16> && simd::multiplies_pairs());
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
   auto body = [&, parts_n = parts_n, rows = rows, columns = columns](int64_t begin, int64_t end) {
@@ -876,29 +663,26 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       const int64_t i = part / parts_n * rows, j = part % parts_n * columns;
       if (i >= m || j >= n) continue;
       const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
-      simd::run_for_width([&]<int kBytes>() {
-        auto multiply_as = [&]<class P>(P) {
-          return multiply_block<kBytes, P>(
-              part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
-        };
+      const int64_t to_m = std::min(rows, m - i), to_n = std::min(columns, n - j);
+      T* const to = c + i * n + j;
 #if defined(EXTENSION_CPP_PAIRS)
-        if constexpr (std::is_same_v<T, bfloat16>) {
-          if constexpr (kBytes == 64) {
-            if (by_pairs) {
-              bool right = false;
+      if constexpr (std::is_same_v<T, bfloat16>) {
+        if (by_pairs) {
+          bool right = false;
+          simd::run_for_width([&]<int kBytes>() {
+            if constexpr (kBytes == 64) {
 #if defined(EXTENSION_CPP_AMX)
-              const int64_t to_m = std::min(rows, m - i), to_n = std::min(columns, n - j);
-              if (in_tiles) right = multiply_in_tiles(part_a, part_b, to_m, to_n, k, c + i * n + j, n);
+              if (in_tiles) right = multiply_in_tiles(part_a, part_b, to_m, to_n, k, to, n);
 #endif
-              if (!in_tiles) right = multiply_as(Pair());
-              if (!right) by_pairs = false;
-              return;
+              if (!in_tiles) right = multiply_block<kBytes, Pair>(part_a, part_b, to_m, to_n, k, to, n);
             }
-          }
+          });
+          if (!right) by_pairs = false;
+          continue;
         }
+      }
 #endif
-        multiply_as(decltype(load(T()))());
-      });
+      multiply_part(part_a, part_b, to_m, to_n, k, to, n);
     }
   };
   bool tried = by_pairs;

@@ -83,7 +83,7 @@ def simd(wanted: str = "") -> str:
     if platform.machine() not in ("x86_64", "AMD64") or not flags:
         return ""
     have = set(flags[1].split())
-    if wanted == "baseline" or not {"avx2", "fma"} <= have:
+    if wanted == "baseline" or not {"avx2", "fma", "f16c"} <= have:
         return "baseline"
     if wanted == "avx2" or not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= have:
         return "avx2"

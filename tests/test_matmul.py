@@ -203,6 +203,7 @@ class TestValues:
         sizes = [(256, 512, 384), (16, 1024, 512), (300, 200, 24), (257, 131, 129), (1, 4096, 1000), (1, 100, 20_000)]
         sizes += [(1000, 2060, 1), (3, 777, 1), (1, 2060, 3), (3, 9000, 1), (700, 16, 500)]
         sizes += [(37, 1, 70), (70, 3, 5), (9, 4, 3000), (5, 2, 1), (10, 9000, 20), (1, 2100, 12)]
+        sizes += [(1, 3001, 1100), (1, 9007, 7), (1, 21, 37), (1, 1030, 20)]
         if device == "cuda":  # Where factors are copied first, and where tiles are widest.
             sizes += [(1027, 512, 1030), (4096, 64, 4096)]
         for m, k, n in sizes:
@@ -215,7 +216,7 @@ class TestValues:
                     assert same_bits(got, want), f"{tuple(x.shape)} {x.stride()} by {tuple(y.shape)} {y.stride()}"
 
     def test_sign_of_zero(self, device, dtype):
-        """Products that underflow are -0 here, or their sum is rounded to it: nothing that a layout adds makes it +0."""
+        """Products that underflow are -0 here, or their sum is rounded to it: its sign is that of every layout."""
         tiny = {torch.float64: 1e-200, torch.float16: 2.0**-24}.get(dtype, 1e-30)
         sizes = [(1, 256, 100), (1, 2000, 500), (1, 100_003, 3), (5, 1000, 40), (300, 264, 200), (40, 20_000, 33)]
         sizes += [(30, 1, 50), (30, 4, 5)]
@@ -255,17 +256,20 @@ class TestValues:
             (300, 264, 200),
             (1, 600, 5),
             (1, 5000, 3),
+            (1, 1043, 30),
+            (1, 29, 1100),
             (25, 3, 5),
             (4, 2, 90),
         ):
             a, b = factors(device, dtype, m, k, n)
             framed = []
-            for t in (a, b):
+            for t in (a, b, b.t()):
                 frame = torch.full((t.shape[0] + 8, t.shape[1] + 16), float("nan"), device=device, dtype=dtype)
                 frame[4:-4, 8:-8] = t
                 framed.append(frame[4:-4, 8:-8])
             want = extension_cpp.matmul(a, b)
-            assert same_bits(extension_cpp.matmul(*framed), want)
+            assert same_bits(extension_cpp.matmul(*framed[:2]), want)
+            assert same_bits(extension_cpp.matmul(framed[0], framed[2].t()), want)
             assert same_bits(extension_cpp.matmul(framed[0].t().contiguous().t(), framed[1]), want)
 
     def test_rows_that_overlap(self, device, dtype):

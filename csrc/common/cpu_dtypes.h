@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -104,11 +103,7 @@ void store(T* to, const V* from, int64_t n) {
 namespace detail {
 
 inline bool has_f16c() {
-  static const bool yes = [] {
-    unsigned a, b, c, d;  // Not by __builtin_cpu_supports, whose f16c is unknown to Clang 14.
-    return simd::level() != simd::Level::kBaseline && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
-  }();
-  return yes;
+  return simd::level() != simd::Level::kBaseline;
 }
 
 __attribute__((target("avx2,f16c"))) inline int64_t load_f16c(const float16* from, float* to, int64_t n) {

@@ -22,14 +22,15 @@ inline Level level() {
     const char* variable = std::getenv("EXTENSION_CPP_SIMD");
     const std::string_view wanted = variable ? variable : "";
     if (wanted == "baseline") return Level::kBaseline;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Level::kBaseline;
+    unsigned a, b, c, d = 0;  // Not by __builtin_cpu_supports, to which Clang 14's f16c and amx-bf16 are unknown.
+    const bool halves = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+    if (!halves || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Level::kBaseline;
     if (wanted == "avx2") return Level::kAvx2;
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!avx512) return Level::kAvx2;
     if (!__builtin_cpu_supports("avx512bf16") || wanted == "avx512") return Level::kAvx512;
     if (wanted == "avx512_bf16") return Level::kAvx512Bf16;
-    unsigned a, b, c, d = 0;  // Not by __builtin_cpu_supports, whose amx-bf16 is unknown to Clang 14.
     constexpr unsigned kAmx = 1 << 22 | 1 << 24;  // amx-bf16 and amx-tile
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAmx) == kAmx) return Level::kAmx;
     // Intel's take longer for a pair than for two products in float32.
@@ -43,13 +44,13 @@ namespace detail {
 // `flatten` inlines all that body calls, and so compiles it again for these instructions. `noinline` is for run_apart:
 // other callers are compiled for the baseline, where this can't be inlined.
 template <class Body>
-__attribute__((target("avx2,fma"), flatten, noinline)) void run_avx2(const Body& body) {
+__attribute__((target("avx2,fma,f16c"), flatten, noinline)) void run_avx2(const Body& body) {
   body();
 }
 #ifdef __clang__  // It ignores a target with a part that it doesn't know.
-#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
+#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 #else
-#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"
+#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512"
 #endif
 template <class Body>
 __attribute__((target(EXTENSION_CPP_AVX512), flatten, noinline)) void run_avx512(const Body& body) {

@@ -121,22 +121,6 @@ template <int kSide, int kStep = 1, class Lanes, int... kLane>
   }
 }
 
-// 16 bytes each of as many columns as fill a vector, kStride columns apart.
-template <int kStride, class Lanes, class V>
-[[gnu::always_inline]] inline void join(Lanes& to, const V* const* from, int64_t p) {
-  if constexpr (sizeof(Lanes) == 16) {
-    to = *reinterpret_cast<const typename VectorOf<V, 16>::anywhere*>(from[0] + p);
-  } else {
-    constexpr int kLanes = sizeof(Lanes) / sizeof(V);
-    Vector<V, sizeof(Lanes) / 2> low, high;
-    join<kStride>(low, from, p);
-    join<kStride>(high, from + kLanes / 2, p);
-    [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
-      to = __builtin_shufflevector(low, high, kLane...);
-    }(std::make_integer_sequence<int, kLanes>());
-  }
-}
-
 #endif
 #endif
 
