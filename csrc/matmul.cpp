@@ -35,6 +35,12 @@ struct Blocking {
   static constexpr int64_t kWidth = 2'097'152 / (kDepth * sizeof(V)) / kColumns * kColumns;
 };
 
+// Terms that P is packed of, and that are summed one after the other.
+template <class P>
+constexpr int kTermsOf = std::is_same_v<P, Pair> ? 2 : 1;
+template <class P>
+constexpr int64_t kDepthOf = Blocking<P, 16>::kDepth * kTermsOf<P>;
+
 // What a tile does to c: the sums take its place, are added to it, or begin with it.
 enum class Into { kEmpty, kAdd, kGoOn };
 
@@ -103,7 +109,7 @@ void multiply_tile(
       for (; p < depth; ++p) add_rows(std::integral_constant<int, 1>());
     }
   } else {
-    add_pairs<kRows, B::kRows, kVectors>(depth, a, b, reinterpret_cast<float*>(sums));
+    add_pairs<kRows, B::kRows, kVectors, false>(depth, a, 0, b, reinterpret_cast<float*>(sums));
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -143,6 +149,27 @@ void multiply_strip(
     }
   });
 }
+
+#if defined(EXTENSION_CPP_PAIRS)
+
+// A tile of as many rows as there can be, of pairs of a that are read where they lie, a_step halves apart.
+template <int kBytes, int kVectors>
+void multiply_pairs_where_they_lie(
+    int64_t depth, const bfloat16* a, int64_t a_step, const Pair* b, bool add, float* c, int64_t c_step,
+    int64_t columns) {
+  simd::run_apart<kBytes>([=] {
+    using B = Blocking<Pair, kBytes>;
+    constexpr int kWidth = kVectors * B::kLanes;
+    alignas(64) float sums[B::kRows * kWidth];
+    add_pairs<B::kRows, B::kRows, kVectors, true>(depth, reinterpret_cast<const Pair*>(a), a_step, b, sums);
+    for (int i = 0; i < B::kRows; ++i) {
+      float* const to = c + i * c_step;
+      for (int64_t j = 0; j < columns; ++j) to[j] = add ? sums[i * kWidth + j] + to[j] : sums[i * kWidth + j];
+    }
+  });
+}
+
+#endif
 
 constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
 
@@ -401,15 +428,32 @@ void multiply_shallow(
   });
 }
 
-// c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero.
+// The same for up to kShallow k's.
+template <int kBytes, class V>
+void multiply_shallow(
+    const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, bool copies,
+    V* rows_of_b) {
+  [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+    ((k == kLess + 1 && (multiply_shallow<kBytes, kLess + 1>(a, b, m, n, c, c_step, copies, rows_of_b), true)) || ...);
+  }(std::make_integer_sequence<int, kShallow>());
+}
+
+// c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero. Tiles of
+// halves are sums that are stored at once, for which k must be one block.
 template <int kBytes, class T, class P, class V>
 bool multiply(
     const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, P* packed_a,
     P* packed_b) {
+  using Sum = decltype(load(T()));
   using B = Blocking<P, kBytes>;
   constexpr int kTerms = Packing<T, P>::kTerms;
   bool right = true;
   const int64_t most_width = part_of(n, B::kWidth, B::kColumns), most_height = part_of(m, B::kHeight, B::kRows);
+  // Pairs of a lie as they are packed: of few columns, whole strips are read there, but for rows of which a cache holds
+  // too few at a time, as they are pages apart.
+  constexpr int64_t kPage = 4096 / sizeof(T);
+  const bool narrow = kTerms > 1 && a.inner == 1 && k % 2 == 0 && n <= 2 * B::kColumns && a.outer % kPage != 0;
+  const auto lies = [&](int64_t rows) { return narrow && rows >= B::kRows; };
   // Of rows of b, what several strips take is read at once.
   const int64_t at_once = (b.outer == 1 ? 8 : 1) * B::kColumns, slice = b.outer == 1 ? kSlice * kTerms : k;
   for (int64_t j0 = 0; j0 < n; j0 += most_width) {
@@ -420,6 +464,14 @@ bool multiply(
         const int64_t height = std::min(most_height, m - i0);
         for (int64_t i = 0; i < height; i += B::kRows) {
           const Factor<T> strip{a.data + (i0 + i) * a.outer + p0 * a.inner, a.outer, a.inner};
+          if (lies(height - i)) {
+            if constexpr (kTerms > 1) {
+              for (int r = 0; r < B::kRows; ++r) {
+                right = right && !has_subnormal(reinterpret_cast<const P*>(strip.data + r * a.outer), depth);
+              }
+            }
+            continue;
+          }
           pack_strip<B::kRows, kBytes>(strip, std::min<int64_t>(B::kRows, height - i), terms, packed_a + i * depth);
           if constexpr (kTerms > 1) right = right && !has_subnormal(packed_a + i * depth, B::kRows * depth);
         }
@@ -440,9 +492,31 @@ bool multiply(
           }
           const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
           for (int64_t i = 0; i < height; i += B::kRows) {
-            multiply_strip<V, kBytes>(
-                depth, packed_a + i * depth, packed, B::kColumns, p0 == 0 ? Into::kEmpty : Into::kAdd,
-                c + (i0 + i) * c_step + j0 + j, c_step, std::min<int64_t>(B::kRows, height - i), columns);
+            const int64_t rows = std::min<int64_t>(B::kRows, height - i);
+            V* const to = c + (i0 + i) * c_step + j0 + j;
+            const auto multiply = [&](Into into, Sum* to, int64_t step) {
+#if defined(EXTENSION_CPP_PAIRS)
+              if constexpr (kTerms > 1) {
+                const T* const from = a.data + (i0 + i) * a.outer + p0;
+                const bool add = into == Into::kAdd;
+                if (lies(rows) && columns <= B::kLanes) {
+                  return multiply_pairs_where_they_lie<kBytes, 1>(depth, from, a.outer, packed, add, to, step, columns);
+                }
+                if (lies(rows)) {
+                  return multiply_pairs_where_they_lie<kBytes, 2>(depth, from, a.outer, packed, add, to, step, columns);
+                }
+              }
+#endif
+              multiply_strip<Sum, kBytes>(
+                  depth, packed_a + i * depth, packed, B::kColumns, into, to, step, rows, columns);
+            };
+            if constexpr (std::is_same_v<V, Sum>) {
+              multiply(p0 == 0 ? Into::kEmpty : Into::kAdd, to, c_step);
+            } else {
+              alignas(64) Sum tile[B::kRows * B::kColumns];
+              multiply(Into::kEmpty, tile, B::kColumns);
+              store_rows(to, c_step, tile, B::kColumns, rows, columns);
+            }
           }
         }
       }
@@ -451,85 +525,64 @@ bool multiply(
   return right;
 }
 
-// The same for rows and columns of c of the type of the factors, which are packed as P: halves are summed in float32 a
-// block at a time.
-template <int kBytes, class P, class T>
-bool multiply_block(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
-  constexpr bool kInPlace = !std::is_same_v<T, float16> && !std::is_same_v<T, bfloat16>;
-  using V = std::conditional_t<kInPlace, T, float>;
+constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
+
+// The same, with room for what is packed.
+template <int kBytes, class P, class T, class C>
+bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, C* c, int64_t c_step) {
   using B = Blocking<P, kBytes>;
   const int64_t depth = std::min(B::kDepth, k), width = round_up(std::min(B::kWidth, n), B::kColumns);
   const int64_t height = round_up(std::min(B::kHeight, m), B::kRows);
-  constexpr int64_t kBehind = 64;  // What pack_strip writes behind a strip.
   const int64_t of_a = height * depth + kBehind, of_b = width * depth + kBehind;
-  if constexpr (kInPlace) {
-    if (k <= kShallow) {
-      const bool copies = b.outer != 1 || n < B::kLanes;
-      const int64_t at_once = copies ? std::min(n, kFewColumns) : n,
-                    of_rows = copies ? round_up(at_once, B::kLanes) * k : 0;
-      Scratch scratch(Scratch::bytes<V>(of_rows));
-      V* const rows_of_b = scratch.take<V>(of_rows);
-      for (int64_t j = 0; j < n; j += at_once) {
-        const Factor<V> part{b.data + j * b.outer, b.outer, b.inner};
-        const int64_t columns = std::min(at_once, n - j);
-        [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
-          ((k == kLess + 1 &&
-            (multiply_shallow<kBytes, kLess + 1>(a, part, m, columns, c + j, c_step, copies, rows_of_b), true)) ||
-           ...);
-        }(std::make_integer_sequence<int, kShallow>());
-      }
-      return true;
+  Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b));
+  P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
+  return multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
+}
+
+// c = a * b of numbers, in one thread, in the way that suits the sizes.
+template <int kBytes, class V>
+void multiply_numbers(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step) {
+  using B = Blocking<V, kBytes>;
+  const int64_t depth = std::min(B::kDepth, k);
+  if (k <= kShallow) {
+    const bool copies = b.outer != 1 || n < B::kLanes;
+    const int64_t at_once = copies ? std::min(n, kFewColumns) : n,
+                  of_rows = copies ? round_up(at_once, B::kLanes) * k : 0;
+    Scratch scratch(Scratch::bytes<V>(of_rows));
+    V* const rows_of_b = scratch.take<V>(of_rows);
+    for (int64_t j = 0; j < n; j += at_once) {
+      const Factor<V> part{b.data + j * b.outer, b.outer, b.inner};
+      multiply_shallow<kBytes>(a, part, m, std::min(at_once, n - j), k, c + j, c_step, copies, rows_of_b);
     }
-    if constexpr (kBytes > 16) {
-      if (is_narrow<V, kBytes>(a, m, n)) {
-        const int64_t of_rows = B::kRows * depth + kBehind;
-        const int64_t of_columns = round_up(n, B::kColumns) * std::min(kNarrowDepth, k) + kBehind;
-        Scratch scratch(Scratch::bytes<V>(of_rows) + Scratch::bytes<V>(of_columns));
-        V *const packed_a = scratch.take<V>(of_rows), *const packed_b = scratch.take<V>(of_columns);
-        multiply_narrow<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
-        return true;
-      }
-    }
-    if (is_few<V, kBytes>(m, k, b)) {
-      const int64_t of_all = round_up(m, B::kRows) * (b.outer == 1 ? depth : k) + kBehind,
-                    of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
-      const int64_t of_strip = B::kColumns * depth + kBehind;
-      Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));
-      V *const packed_a = scratch.take<V>(of_all), *const packed_b = scratch.take<V>(of_strip);
-      V* const sums = scratch.take<V>(of_sums);
-      // A c that no cache holds is written a few rows at a time, in the order of its memory.
-      constexpr int64_t kHeld = 1024 * 1024 / sizeof(V);
-      const int64_t at_once = has_rows_of(b, k, kInL2) && n > kHeld / m ? B::kRows : m;
-      for (int64_t i = 0; i < m; i += at_once) {
-        const Factor<V> part{a.data + i * a.outer, a.outer, a.inner};
-        multiply_few<kBytes>(part, b, std::min(at_once, m - i), n, k, c + i * c_step, c_step, packed_a, packed_b, sums);
-      }
-      return true;
-    }
-    Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b));
-    P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
-    return multiply<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
-  } else {
-    // b is packed once for so many rows.
-    const int64_t most_rows = part_of(m, 4 * B::kHeight, B::kRows), most_columns = part_of(n, B::kWidth, B::kColumns);
-    const int64_t of_sums = std::min(most_rows, m) * std::min(most_columns, n);
-    Scratch scratch(Scratch::bytes<P>(of_a) + Scratch::bytes<P>(of_b) + Scratch::bytes<V>(of_sums));
-    P *const packed_a = scratch.take<P>(of_a), *const packed_b = scratch.take<P>(of_b);
-    V* const sums = scratch.take<V>(of_sums);
-    bool right = true;
-    for (int64_t i = 0; i < m; i += most_rows) {
-      const int64_t rows = std::min(most_rows, m - i);
-      for (int64_t j = 0; j < n; j += most_columns) {
-        const int64_t columns = std::min(most_columns, n - j);
-        const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
-        right = multiply<kBytes>(part_a, part_b, rows, columns, k, sums, columns, packed_a, packed_b) && right;
-        for (int64_t r = 0; r < rows; ++r) {
-          store(c + (i + r) * c_step + j, sums + r * columns, columns);
-        }
-      }
-    }
-    return right;
+    return;
   }
+  if constexpr (kBytes > 16) {
+    if (is_narrow<V, kBytes>(a, m, n)) {
+      const int64_t of_rows = B::kRows * depth + kBehind;
+      const int64_t of_columns = round_up(n, B::kColumns) * std::min(kNarrowDepth, k) + kBehind;
+      Scratch scratch(Scratch::bytes<V>(of_rows) + Scratch::bytes<V>(of_columns));
+      V *const packed_a = scratch.take<V>(of_rows), *const packed_b = scratch.take<V>(of_columns);
+      multiply_narrow<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
+      return;
+    }
+  }
+  if (is_few<V, kBytes>(m, k, b)) {
+    const int64_t of_all = round_up(m, B::kRows) * (b.outer == 1 ? depth : k) + kBehind,
+                  of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
+    const int64_t of_strip = B::kColumns * depth + kBehind;
+    Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));
+    V *const packed_a = scratch.take<V>(of_all), *const packed_b = scratch.take<V>(of_strip);
+    V* const sums = scratch.take<V>(of_sums);
+    // A c that no cache holds is written a few rows at a time, in the order of its memory.
+    constexpr int64_t kHeld = 1024 * 1024 / sizeof(V);
+    const int64_t at_once = has_rows_of(b, k, kInL2) && n > kHeld / m ? B::kRows : m;
+    for (int64_t i = 0; i < m; i += at_once) {
+      const Factor<V> part{a.data + i * a.outer, a.outer, a.inner};
+      multiply_few<kBytes>(part, b, std::min(at_once, m - i), n, k, c + i * c_step, c_step, packed_a, packed_b, sums);
+    }
+    return;
+  }
+  multiply_packed<kBytes, V>(a, b, m, n, k, c, c_step);
 }
 
 // Rows and columns of a part of c, which end between vectors.
@@ -563,35 +616,115 @@ std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) 
 }
 
 // The same by the widest vectors.
-template <class T>
-bool multiply_part(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
-  bool right = true;
-  simd::run_for_width(
-      [&]<int kBytes>() { right = multiply_block<kBytes, decltype(load(T()))>(a, b, m, n, k, c, c_step); });
+template <class V>
+void multiply_part(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step) {
+  simd::run_for_width([&]<int kBytes>() { multiply_numbers<kBytes>(a, b, m, n, k, c, c_step); });
+}
+
+// c = a * b of halves that are packed as P, in one thread. False if it is wrong, as numbers were taken for zero.
+template <class P, class T, class C>
+bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, C* c, int64_t c_step) {
+  bool right = false;
+  simd::run_for_width([&]<int kBytes>() {
+    if constexpr (kTermsOf<P> == 1 || kBytes == 64) right = multiply_packed<kBytes, P>(a, b, m, n, k, c, c_step);
+  });
   return right;
+}
+template <class P, class T>
+bool multiply_halves(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
+  if (k <= kDepthOf<P>) return multiply_packed<P>(a, b, m, n, k, c, c_step);
+  // b is packed once for so many rows.
+  const int64_t height = part_of(m, 2016, 84), width = part_of(n, 2048, 64);
+  const int64_t size = std::min(height, m) * std::min(width, n);
+  Scratch scratch(Scratch::bytes<float>(size));
+  float* const sums = scratch.take<float>(size);
+  bool right = true;
+  for (int64_t i = 0; i < m; i += height) {
+    const int64_t rows = std::min(height, m - i);
+    for (int64_t j = 0; j < n; j += width) {
+      const int64_t columns = std::min(width, n - j);
+      const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
+      right = multiply_packed<P>(part_a, part_b, rows, columns, k, sums, columns) && right;
+      store_rows(c + i * c_step + j, c_step, sums, columns, rows, columns);
+    }
+  }
+  return right;
+}
+
+// A factor of halves as numbers, which `to` has room for.
+template <class T>
+Factor<float> numbers_of(const Factor<T>& from, int64_t rows, int64_t k, float* to) {
+  constexpr int64_t kVector = 8;
+  if (from.inner == 1 && (from.outer == k || k >= kVector)) {
+    if (from.outer == k) {
+      load(from.data, to, rows * k);
+    } else {
+      for (int64_t i = 0; i < rows; ++i) load(from.data + i * from.outer, to + i * k, k);
+    }
+    return {to, k, 1};
+  }
+  for (int64_t p = 0; p < k; ++p) {
+    const T* const row = from.data + p * from.inner;
+    if (from.outer == 1) {
+      load(row, to + p * rows, rows);
+    } else {
+      for (int64_t i = 0; i < rows; ++i) to[p * rows + i] = load(row[i * from.outer]);
+    }
+  }
+  return {to, 1, rows};
+}
+
+// c = a * b of halves, in one thread: for few k's, for which packing takes longer than multiplying. As many rows and
+// columns at a time as caches hold.
+template <class T>
+void multiply_as_numbers(
+    const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
+  constexpr int64_t kAtOnce = 8192, kMostColumns = 2048;  // sums, and columns of them
+  const int64_t width = std::min(n, kMostColumns), height = std::min(kAtOnce / std::max(width, k), m);
+  const int64_t of_sums = Scratch::bytes<float>(height * width);
+  Scratch scratch(of_sums + Scratch::bytes<float>(width * k) + Scratch::bytes<float>(height * k));
+  float* const sums = scratch.take<float>(height * width);
+  float *const of_b = scratch.take<float>(width * k), *const of_a = scratch.take<float>(height * k);
+  for (int64_t j = 0; j < n; j += width) {
+    const int64_t columns = std::min(width, n - j);
+    const Factor<float> part_b = numbers_of<T>({b.data + j * b.outer, b.outer, b.inner}, columns, k, of_b);
+    for (int64_t i = 0; i < m; i += height) {
+      const int64_t rows = std::min(height, m - i);
+      const Factor<float> part_a = numbers_of<T>({a.data + i * a.outer, a.outer, a.inner}, rows, k, of_a);
+      multiply_part(part_a, part_b, rows, columns, k, sums, columns);
+      store_rows(c + i * c_step + j, c_step, sums, columns, rows, columns);
+    }
+  }
 }
 
 constexpr int64_t kInBlocks = 4096;  // Of so many elements of c, threads may share the blocks of k.
 
 // c = a * b, whose sums are long and so few that threads would have nothing to do: they share the blocks of k, which
-// are added in order then. The bits are those of one thread.
-template <class T>
-void run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, int64_t threads, T* c) {
-  constexpr int64_t kDepth = Blocking<T, 16>::kDepth;
+// are added in order then. The bits are those of one thread. False if it is wrong.
+template <class P, class T>
+bool run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, int64_t threads, T* c) {
+  using V = decltype(load(T()));
+  constexpr int64_t kDepth = kDepthOf<P>;
   const int64_t blocks = (k + kDepth - 1) / kDepth, size = m * n;
-  Scratch scratch(Scratch::bytes<T>(blocks * size));
-  T* const sums = scratch.take<T>(blocks * size);
+  Scratch scratch(Scratch::bytes<V>(blocks * size));
+  V* const sums = scratch.take<V>(blocks * size);
+  std::atomic<bool> right = true;
   parallel_for(0, blocks, (blocks + threads - 1) / threads, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t p = block * kDepth;
+      const int64_t p = block * kDepth, depth = std::min(kDepth, k - p);
       const Factor<T> part_a{a.data + p * a.inner, a.outer, a.inner}, part_b{b.data + p * b.inner, b.outer, b.inner};
-      multiply_part(part_a, part_b, m, n, std::min(kDepth, k - p), sums + block * size, n);
+      if constexpr (std::is_same_v<T, V>) {
+        multiply_part(part_a, part_b, m, n, depth, sums + block * size, n);
+      } else if (!multiply_packed<P>(part_a, part_b, m, n, depth, sums + block * size, n)) {
+        right = false;
+      }
     }
   });
-  std::copy_n(sums, size, c);
   for (int64_t block = 1; block < blocks; ++block) {
-    for (int64_t i = 0; i < size; ++i) c[i] = sums[block * size + i] + c[i];
+    for (int64_t i = 0; i < size; ++i) sums[i] = sums[block * size + i] + sums[i];
   }
+  store(c, sums, size);
+  return right;
 }
 
 // c = a * b for one row.
@@ -611,7 +744,10 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
       b.outer == 1 ? 64 : 8;  // of columns, of which rows have whole lines, or as many are read at once
   const int64_t columns = round_up((n + threads - 1) / threads, unit);
   const int64_t parts = (n + columns - 1) / columns, blocks = (k + kDepthOfRow - 1) / kDepthOfRow;
-  if (parts < threads && blocks > 1 && n <= kInBlocks) {  // Threads share the blocks of k, which are added up then.
+  constexpr int64_t kShort = 1024;  // bytes of a row of b that a thread would read a part of
+  const bool is_short = b.outer == 1 && columns * static_cast<int64_t>(sizeof(T)) < kShort;
+  if (blocks > 1 && n <= kInBlocks && (parts < threads || (is_short && blocks >= 2 * threads))) {
+    // Threads share the blocks of k, which are added up then.
     Scratch scratch(Scratch::bytes<V>(blocks * n));
     V* const sums = scratch.take<V>(blocks * n);
     parallel_for(0, blocks, (blocks + threads - 1) / threads, [&](int64_t begin, int64_t end) {
@@ -640,6 +776,7 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
 
 template <class T>
 void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c) {
+  using V = decltype(load(T()));
   if (m == 1 && k > kShallow) return run_row(a, b, n, k, c);
   // Where elements are multiplied a few times, writing them takes longer.
   const double worth_a_thread = k <= kShallow ? 64 * 64 * 16 : 64 * 64 * 64;
@@ -648,47 +785,52 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
   const int64_t unit = b.outer == 1 ? 64 : 32;  // Whole lines, of which a thread that reads b along rows takes several.
   const auto [parts_m, parts_n] = cut(m, n, threads, unit);
-  if constexpr (std::is_floating_point_v<T>) {
-    const Part part(m, n, parts_m, parts_n, unit);
-    const bool idle = ((m + part.rows - 1) / part.rows) * ((n + part.columns - 1) / part.columns) < threads;
-    if (idle && k >= 4 * Blocking<T, 16>::kDepth && m * n >= 8 && m * n <= kInBlocks) {
-      return run_in_blocks(a, b, m, n, k, threads, c);
-    }
-  }
-  const bool in_tiles = std::is_same_v<T, bfloat16> && has_tiles();
-  std::atomic<bool> by_pairs = in_tiles || (std::is_same_v<T, bfloat16> && simd::multiplies_pairs());
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
-  auto body = [&, parts_n = parts_n, rows = rows, columns = columns](int64_t begin, int64_t end) {
-    for (int64_t part = begin; part < end; ++part) {
-      const int64_t i = part / parts_n * rows, j = part % parts_n * columns;
-      if (i >= m || j >= n) continue;
-      const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
-      const int64_t to_m = std::min(rows, m - i), to_n = std::min(columns, n - j);
-      T* const to = c + i * n + j;
+  const bool idle = ((m + rows - 1) / rows) * ((n + columns - 1) / columns) < threads;
+  const bool in_blocks = idle && k >= 4 * kDepthOf<V> && m * n >= 8 && m * n <= kInBlocks;
+  const auto in_parts = [&, parts_n = parts_n, rows = rows, columns = columns](const auto& multiply) {
+    auto body = [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t i = part / parts_n * rows, j = part % parts_n * columns;
+        if (i >= m || j >= n) continue;
+        const Factor<T> part_a{a.data + i * a.outer, a.outer, a.inner}, part_b{b.data + j * b.outer, b.outer, b.inner};
+        multiply(part_a, part_b, std::min(rows, m - i), std::min(columns, n - j), k, c + i * n + j, n);
+      }
+    };
+    threads == 1 ? body(0, 1) : parallel_for(0, parts_m * parts_n, 1, body);
+  };
+  if constexpr (std::is_same_v<T, V>) {
+    in_blocks ? static_cast<void>(run_in_blocks<T>(a, b, m, n, k, threads, c)) : in_parts(multiply_part<T>);
+  } else {
+    if (k <= kShallow) return in_parts(multiply_as_numbers<T>);
+    const auto run_packed = [&]<class P>(P) {
+      if (in_blocks) return run_in_blocks<P>(a, b, m, n, k, threads, c);
+      std::atomic<bool> right = true;
+      in_parts([&](const auto&... arguments) {
+        if (right && !multiply_halves<P>(arguments...)) right = false;
+      });
+      return right.load();
+    };
 #if defined(EXTENSION_CPP_PAIRS)
-      if constexpr (std::is_same_v<T, bfloat16>) {
-        if (by_pairs) {
-          bool right = false;
+    if constexpr (std::is_same_v<T, bfloat16>) {
+#if defined(EXTENSION_CPP_AMX)
+      std::atomic<bool> right = has_tiles();
+      if (right) {
+        in_parts([&](const auto&... arguments) {
           simd::run_for_width([&]<int kBytes>() {
             if constexpr (kBytes == 64) {
-#if defined(EXTENSION_CPP_AMX)
-              if (in_tiles) right = multiply_in_tiles(part_a, part_b, to_m, to_n, k, to, n);
-#endif
-              if (!in_tiles) right = multiply_block<kBytes, Pair>(part_a, part_b, to_m, to_n, k, to, n);
+              if (right && !multiply_in_tiles(arguments...)) right = false;
             }
           });
-          if (!right) by_pairs = false;
-          continue;
-        }
+        });
       }
+      if (right) return;
 #endif
-      multiply_part(part_a, part_b, to_m, to_n, k, to, n);
+      if (!has_tiles() && simd::multiplies_pairs() && run_packed(Pair())) return;
     }
-  };
-  bool tried = by_pairs;
-  do {
-    threads == 1 ? body(0, 1) : parallel_for(0, parts_m * parts_n, 1, body);
-  } while (std::exchange(tried, false) && !by_pairs);  // All of it again, so that the bits don't depend on the parts.
+#endif
+    run_packed(V());  // All of it again, so that the bits don't depend on the parts.
+  }
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, bool) {

@@ -124,6 +124,18 @@ template <int kSide, int kStep = 1, class Lanes, int... kLane>
 #endif
 #endif
 
+#if defined(EXTENSION_CPP_TRANSPOSE) && defined(__x86_64__)
+
+// The first elements of a vector, so many as are there, and zero.
+template <class V>
+__attribute__((target("avx512f"))) inline void load_some(const void* from, int64_t count, Vector<V, 64>& to) {
+  const __m512i some = sizeof(V) == 4 ? _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1 << count) - 1), from)
+                                      : _mm512_maskz_loadu_epi64(static_cast<__mmask8>((1 << count) - 1), from);
+  std::memcpy(&to, &some, sizeof(to));
+}
+
+#endif
+
 // to[p * kStrip + i] = from(i, p), or the terms of pair p; zero for the rows from `rows` to kStrip, and for the term
 // that the last pair lacks. Up to a vector behind the strip is written. It is compiled apart: inlined, the constants of
 // its permutations take four of the registers that a tile needs.
@@ -151,23 +163,34 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
 #if defined(EXTENSION_CPP_TRANSPOSE)
     constexpr int kLanes = kBytes / sizeof(V), kBlocks = (kStrip + kLanes - 1) / kLanes;
     if (from.inner == 1 && rows == kStrip) {
-      for (; done + kLanes <= whole; done += kLanes) {
+      const auto pack = [&](int count, const auto& load_row) {
         Vector<V, kBytes> blocks[kBlocks][kLanes];
         for (int i = kStrip; i < kBlocks * kLanes; ++i) blocks[i / kLanes][i % kLanes] = Vector<V, kBytes>{};
         for (int i = 0; i < kStrip; ++i) {
-          const T* row = from.data + i * from.outer + done * kTerms;
-          __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
-          Packed::template row<kLanes>(row, reinterpret_cast<V*>(&blocks[i / kLanes][i % kLanes]));
+          load_row(from.data + i * from.outer + done * kTerms, blocks[i / kLanes][i % kLanes]);
         }
         for (auto& block : blocks) transpose<kLanes>(block, std::make_integer_sequence<int, kLanes>());
         // In the order of the addresses: what is written behind a row is overwritten by the next.
-        for (int p = 0; p < kLanes; ++p) {
+        for (int p = 0; p < count; ++p) {
           for (int k = 0; k < kBlocks; ++k) {
             V* row = to + (done + p) * kStrip + k * kLanes;
             *reinterpret_cast<typename VectorOf<V, kBytes>::anywhere*>(row) = blocks[k][p];
           }
         }
+        done += count;
+      };
+      while (done + kLanes <= whole) {
+        pack(kLanes, [](const T* row, auto& lanes) {
+          __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
+          Packed::template row<kLanes>(row, reinterpret_cast<V*>(&lanes));
+        });
       }
+#if defined(__x86_64__)
+      if constexpr (kBytes == 64 && sizeof(V) == kTerms * sizeof(T)) {
+        const auto left = static_cast<int>(whole - done);
+        if (left > 0) pack(left, [&](const T* row, auto& lanes) { load_some<V>(row, left, lanes); });
+      }
+#endif
     }
 #endif
     for (int64_t i = 0; i < rows; ++i) {

@@ -69,19 +69,33 @@ inline __attribute__((target("avx512f,avx512bw"))) bool has_subnormal(const Pair
   return _mm512_cmplt_epu16_mask(all, _mm512_set1_epi16(0x7f)) != 0;
 }
 
-// sums[i]: the sum of the products of row i of a strip of a, kStrip apart, with those of kVectors of b's two vectors.
-template <int kRows, int kStrip, int kVectors>
-__attribute__((target("avx512f,avx512bf16"))) void add_pairs(int64_t depth, const Pair* a, const Pair* b, float* sums) {
-  constexpr int kLanes = 16;
+// sums[i]: the sum of the products of row i of a, which are side by side in a strip of kStrip, or where kLies, a_step
+// elements apart where they lie, with those of kVectors of b's two vectors.
+template <int kRows, int kStrip, int kVectors, bool kLies>
+__attribute__((target("avx512f,avx512bf16"))) void add_pairs(
+    int64_t depth, const Pair* a, int64_t a_step, const Pair* b, float* sums) {
+  constexpr int kLanes = 16, kOfThree = (kRows + 2) / 3;
   __m512 of[kRows][kVectors] = {};
-  for (int64_t p = 0; p < depth; ++p, a += kStrip, b += 2 * kLanes) {
+  // An instruction adds once or twice the step to a pointer: with one for each row, there are too few registers.
+  const bfloat16* rows[kOfThree];
+#pragma GCC unroll 8
+  for (int i = 0; kLies && i < kOfThree; ++i) {
+    rows[i] = reinterpret_cast<const bfloat16*>(a) + 3 * i * a_step;
+    asm("" : "+r"(rows[i]));
+  }
+  for (int64_t p = 0; p < depth; ++p, b += 2 * kLanes) {
     __m512bh row[kVectors];
     for (int v = 0; v < kVectors; ++v) row[v] = (__m512bh)_mm512_loadu_si512(b + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
+      Pair terms;
+      std::memcpy(&terms, kLies ? static_cast<const void*>(rows[i / 3] + i % 3 * a_step) : a + i, sizeof(terms));
+      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(terms));
       for (int v = 0; v < kVectors; ++v) of[i][v] = _mm512_dpbf16_ps(of[i][v], pair, row[v]);
     }
+#pragma GCC unroll 8
+    for (int i = 0; kLies && i < kOfThree; ++i) rows[i] += 2;
+    if (!kLies) a += kStrip;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
