@@ -665,11 +665,7 @@ Factor<float> numbers_of(const Factor<T>& from, int64_t rows, int64_t k, float* 
   }
   for (int64_t p = 0; p < k; ++p) {
     const T* const row = from.data + p * from.inner;
-    if (from.outer == 1) {
-      load(row, to + p * rows, rows);
-    } else {
-      for (int64_t i = 0; i < rows; ++i) to[p * rows + i] = load(row[i * from.outer]);
-    }
+    from.outer == 1 ? load(row, to + p * rows, rows) : read(row, from.outer, to + p * rows, rows);
   }
   return {to, 1, rows};
 }

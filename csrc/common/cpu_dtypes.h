@@ -103,6 +103,14 @@ void store(T* to, const V* from, int64_t n) {
 
 namespace detail {
 
+// Without them: not inlined, as it takes much code.
+[[gnu::noinline]] inline void load_slowly(const float16* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = load(from[i]);
+}
+[[gnu::noinline]] inline void store_slowly(float16* to, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) store(to[i], from[i]);
+}
+
 inline bool has_f16c() {
   return simd::level() != simd::Level::kBaseline;
 }
@@ -154,12 +162,12 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))) inline 
 }  // namespace detail
 
 inline void load(const float16* from, float* to, int64_t n) {
-  int64_t i = detail::has_f16c() ? detail::load_f16c(from, to, n) : 0;
-  for (; i < n; ++i) to[i] = load(from[i]);
+  const int64_t done = detail::has_f16c() ? detail::load_f16c(from, to, n) : 0;
+  if (done < n) detail::load_slowly(from + done, to + done, n - done);
 }
 inline void store(float16* to, const float* from, int64_t n) {
-  int64_t i = detail::has_f16c() ? detail::store_f16c(to, from, n) : 0;
-  for (; i < n; ++i) store(to[i], from[i]);
+  const int64_t done = detail::has_f16c() ? detail::store_f16c(to, from, n) : 0;
+  if (done < n) detail::store_slowly(to + done, from + done, n - done);
 }
 inline void store(bfloat16* to, const float* from, int64_t n) {
   if (detail::has_bf16()) return detail::store_bf16(to, n, from, n, 1, n);
@@ -168,10 +176,26 @@ inline void store(bfloat16* to, const float* from, int64_t n) {
 
 #endif
 
+namespace detail {
+
+// Elements that are `step` apart. Not inlined, as the conversion takes much code.
+[[gnu::noinline]] inline void read_apart(const float16* from, int64_t step, float* to, int64_t n) {
+  constexpr int64_t kAtOnce = 256;
+  float16 halves[kAtOnce];
+  for (int64_t done = 0; done < n; done += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, n - done);
+    for (int64_t i = 0; i < count; ++i) halves[i] = from[(done + i) * step];
+    load(halves, to + done, count);
+  }
+}
+
+}  // namespace detail
+
 // The same inside of simd::run: n elements, `step` apart.
 template <class T, class V>
 void read(const T* from, int64_t step, V* to, int64_t n) {
   if (step != 1) {
+    if constexpr (std::is_same_v<T, float16>) return detail::read_apart(from, step, to, n);
     for (int64_t i = 0; i < n; ++i) to[i] = load(from[i * step]);
   } else if constexpr (std::is_same_v<T, float16>) {
     load(from, to, n);

@@ -17,8 +17,12 @@ using Pair = uint32_t;
 template <class T, class V>
 struct Packing {
   static constexpr int kTerms = 1;
-  static V one(const T* at, int64_t) { return load(*at); }
-  static V last(const T* at) { return load(*at); }
+  static V one(const T* at, int64_t) {
+    V number;
+    read(at, std::is_same_v<T, float16> ? 2 : 1, &number, 1);  // Not inlined for float16.
+    return number;
+  }
+  static V last(const T* at) { return one(at, 0); }
   template <int kCount>
   static void ones(const T* from, int64_t, V* to) {
     if constexpr (std::is_same_v<T, V>) {
