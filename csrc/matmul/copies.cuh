@@ -22,21 +22,25 @@ void start(
   }
 }
 
-// A vector of columns a thread; where there are many splits, a share of them a thread, so that all are read at once.
+// A vector of columns a thread; where there are few of them, a share of the splits a thread, so that all are read at
+// once.
 template <class T, class V>
-__global__ void __launch_bounds__(kCopyThreads) sum_splits_kernel(Product<T, V> product, int64_t splits, int shares) {
+__global__ void __launch_bounds__(kCopyThreads) sum_splits_kernel(Product<T, V> product, int splits, int shares) {
   constexpr int kCount = 16 / sizeof(V);
   __shared__ V shared[kCopyThreads][kCount];
-  const int across = kCopyThreads / shares, share = threadIdx.x / across;
-  const int64_t chunks = ceil_div(product.n, kCount), count = product.m * chunks;
+  const unsigned across = kCopyThreads / shares, share = threadIdx.x / across;
+  // There are few, as only those of few tiles are split.
+  const auto chunks = static_cast<unsigned>(ceil_div(product.n, kCount));
+  const auto count = static_cast<unsigned>(product.m) * chunks;
   wait_for_kernel_before();
-  for (int64_t first = int64_t(blockIdx.x) * across; first < count; first += int64_t(gridDim.x) * across) {
-    const int64_t at = first + threadIdx.x % across, i = at / chunks, j = at % chunks * kCount;
+  for (unsigned first = blockIdx.x * across; first < count; first += gridDim.x * across) {
+    const unsigned at = first + threadIdx.x % across;
+    const int64_t i = at / chunks, j = static_cast<int64_t>(at % chunks) * kCount;
     V sums[kCount] = {};
     if (at < count) {
       const V* from = product.partial + (share * product.m + i) * product.partial_stride + j;
 #pragma unroll 8
-      for (int64_t s = share; s < splits; s += shares, from += shares * product.m * product.partial_stride) {
+      for (int s = share; s < splits; s += shares, from += shares * product.m * product.partial_stride) {
         const Words<16> words = *reinterpret_cast<const Words<16>*>(from);
         V more[kCount];
         memcpy(more, &words, sizeof(words));
@@ -44,7 +48,7 @@ __global__ void __launch_bounds__(kCopyThreads) sum_splits_kernel(Product<T, V> 
         for (int e = 0; e < kCount; ++e) sums[e] += more[e];
       }
     }
-    for (int distance = shares / 2; distance > 0; distance /= 2) {
+    for (unsigned distance = shares / 2; distance > 0; distance /= 2) {
       if (share >= distance && share < 2 * distance) {
 #pragma unroll
         for (int e = 0; e < kCount; ++e) shared[threadIdx.x][e] = sums[e];
@@ -86,11 +90,15 @@ void with_splits(
   }
   kernel(product, plan);
   if (product.partial == nullptr) return;
-  constexpr int kFewSplits = 4, kShares = 8;
-  const int shares = splits <= kFewSplits ? 1 : kShares;
+  constexpr int kMostShares = 8, kFew = 4;
+  constexpr int64_t kMostThreads = 1 << 16;  // More take longer than what a thread adds up.
   const int64_t chunks = product.m * ceil_div(product.n, 16 / static_cast<int64_t>(sizeof(V)));
+  int shares = 1;
+  while (shares < kMostShares && 2 * shares * chunks <= kMostThreads && splits > kFew * shares) shares *= 2;
   const int64_t blocks = std::min(ceil_div(chunks * shares, kCopyThreads), kMostCopyBlocks);
-  start(launch, device, early, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, splits, shares);
+  start(
+      launch, device, early, sum_splits_kernel<T, V>, blocks, kCopyThreads, 0, product, static_cast<int>(splits),
+      shares);
 }
 
 // A copy in rows of a multiple of 8 elements, each from a multiple of 16 bytes on.
