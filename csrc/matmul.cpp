@@ -136,9 +136,10 @@ void multiply_strip(
     // Of the lowest tile that has so many rows.
     const auto multiply_rows = [&]<int kVectors, int... kMost>(
                                    std::integral_constant<int, kVectors>, std::integer_sequence<int, kMost...>) {
-      ((rows <= kMost &&
-        (multiply_tile<V, kBytes, kMost, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns), true)) ||
-       ...);
+      static_cast<void>(
+          ((rows <= kMost &&
+            (multiply_tile<V, kBytes, kMost, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns), true)) ||
+           ...));
     };
     using Heights = std::conditional_t<
         kRows == 14, std::integer_sequence<int, 1, 4, 7, 10, 14>, std::integer_sequence<int, 1, kRows / 2, kRows>>;
@@ -434,7 +435,10 @@ void multiply_shallow(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, bool copies,
     V* rows_of_b) {
   [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
-    ((k == kLess + 1 && (multiply_shallow<kBytes, kLess + 1>(a, b, m, n, c, c_step, copies, rows_of_b), true)) || ...);
+    const auto multiply = [&]<int kDepth>(std::integral_constant<int, kDepth>) {
+      if (k == kDepth) multiply_shallow<kBytes, kDepth>(a, b, m, n, c, c_step, copies, rows_of_b);
+    };
+    (multiply(std::integral_constant<int, kLess + 1>()), ...);
   }(std::make_integer_sequence<int, kShallow>());
 }
 
@@ -615,7 +619,7 @@ std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) 
   return {rows, threads / rows};
 }
 
-// The same by the widest vectors.
+// c = a * b of numbers, in one thread, by the widest vectors.
 template <class V>
 void multiply_part(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step) {
   simd::run_for_width([&]<int kBytes>() { multiply_numbers<kBytes>(a, b, m, n, k, c, c_step); });
@@ -630,11 +634,13 @@ bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t 
   });
   return right;
 }
+// The same for any k, of which the sums of blocks are added up before they are halves.
 template <class P, class T>
 bool multiply_halves(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
   if (k <= kDepthOf<P>) return multiply_packed<P>(a, b, m, n, k, c, c_step);
-  // b is packed once for so many rows.
-  const int64_t height = part_of(m, 2016, 84), width = part_of(n, 2048, 64);
+  // b is packed once for so many rows, which are whole tiles of any height.
+  constexpr int64_t kHeight = 2016, kWidth = 2048, kTileHeights = 84, kTileWidth = 64;
+  const int64_t height = part_of(m, kHeight, kTileHeights), width = part_of(n, kWidth, kTileWidth);
   const int64_t size = std::min(height, m) * std::min(width, n);
   Scratch scratch(Scratch::bytes<float>(size));
   float* const sums = scratch.take<float>(size);
@@ -736,8 +742,7 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
     const Factor<T> part_b{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
     simd::run_for_width([&]<int kBytes>() { multiply_row<kBytes>(part_a, part_b, columns, depth, to); });
   };
-  const int64_t unit =
-      b.outer == 1 ? 64 : 8;  // of columns, of which rows have whole lines, or as many are read at once
+  const int64_t unit = b.outer == 1 ? 64 : 8;  // Whole lines of rows, or the columns that are read at once.
   const int64_t columns = round_up((n + threads - 1) / threads, unit);
   const int64_t parts = (n + columns - 1) / columns, blocks = (k + kDepthOfRow - 1) / kDepthOfRow;
   constexpr int64_t kShort = 1024;  // bytes of a row of b that a thread would read a part of
@@ -784,7 +789,8 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
   const bool idle = ((m + rows - 1) / rows) * ((n + columns - 1) / columns) < threads;
   const bool in_blocks = idle && k >= 4 * kDepthOf<V> && m * n >= 8 && m * n <= kInBlocks;
-  const auto in_parts = [&, parts_n = parts_n, rows = rows, columns = columns](const auto& multiply) {
+  const auto in_parts = [&, parts_m = parts_m, parts_n = parts_n, rows = rows,
+                         columns = columns](const auto& multiply) {
     auto body = [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
         const int64_t i = part / parts_n * rows, j = part % parts_n * columns;

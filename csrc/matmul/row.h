@@ -13,6 +13,13 @@
 
 namespace extension_cpp::matmul {
 
+// Of a lambda: Clang flattens what a function calls, but not what its lambdas call, which would be for the baseline.
+#if defined(__GNUC__)
+#define EXTENSION_CPP_INLINED __attribute__((always_inline))
+#else
+#define EXTENSION_CPP_INLINED
+#endif
+
 constexpr int64_t kDepthOfRow = 1024;
 template <class V>
 constexpr int kPartial = 32 / sizeof(V);
@@ -209,11 +216,11 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
     using Lanes = Vector<V, kWidth>;
     using Anywhere = typename VectorOf<V, kWidth>::anywhere;
     constexpr int kLanes = sizeof(Lanes) / sizeof(V), kTerms = kPartial<V>, kAtOnce = 16;
-    const auto each_block = [&](const auto& body) {
+    const auto each_block = [&](const auto& body) EXTENSION_CPP_INLINED {
       for (int64_t p = 0; p < k; p += kDepthOfRow) body(p, std::min(p + kDepthOfRow, k));
     };
     // The sums in the last lanes of a vector: those of the others are there.
-    const auto put = [&](Lanes sums, int64_t begin, int64_t first, int64_t count) {
+    const auto put = [&](Lanes sums, int64_t begin, int64_t first, int64_t count) EXTENSION_CPP_INLINED {
       V each[kLanes];
       std::memcpy(each, &sums, sizeof(each));
       V* const to = c.row(begin) + first;
@@ -227,7 +234,7 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
       // So many rows can be read as vectors: of the last, these would end behind the matrix.
       const int64_t step = std::max<int64_t>(b.inner, 1);
       const int64_t readable = n == kLanes ? k : b.inner == 0 ? 0 : k - (kLanes - n + step - 1) / step;
-      return each_block([&](int64_t begin, int64_t end) {
+      return each_block([&](int64_t begin, int64_t end) EXTENSION_CPP_INLINED {
         Lanes partial[kTerms] = {};
         const T* from = b.data + begin * b.inner;
         int64_t p = begin;
@@ -256,37 +263,38 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
     // The last vector of columns ends with them, and has some of those of the one before.
     for (int64_t j0 = 0; j0 < n; j0 += kColumnsAtOnce) {
       const int64_t width = std::min(kColumnsAtOnce, n - j0);
-      each_block([&](int64_t begin, int64_t end) {
+      each_block([&](int64_t begin, int64_t end) EXTENSION_CPP_INLINED {
         // So many rows at once. Those that are lacking are zero.
-        const auto add = [&]<bool kAll>(std::bool_constant<kAll>, int64_t p, const T* const* rows, const V* of_a) {
-          V x[kAtOnce], *to = sums;
-          std::copy_n(of_a, kAtOnce, x);  // The compiler can't know that it isn't written to.
+        const auto add = [&]<bool kAll>(std::bool_constant<kAll>, int64_t p, const T* const* rows, const V* of_a)
+                             EXTENSION_CPP_INLINED {
+                               V x[kAtOnce], *to = sums;
+                               std::copy_n(of_a, kAtOnce, x);  // The compiler can't know that it isn't written to.
 #pragma GCC unroll 1
-          for (int64_t i = 0; i < width; i += kLanes, to += kTerms * kLanes) {
-            const int64_t j = std::min(i, width - kLanes);
-            auto* const kept = reinterpret_cast<Anywhere*>(to);
-            Lanes partial[kTerms];
-            for (int q = 0; q < kTerms; ++q) partial[q] = p == begin ? Lanes{} : kept[q];
+                               for (int64_t i = 0; i < width; i += kLanes, to += kTerms * kLanes) {
+                                 const int64_t j = std::min(i, width - kLanes);
+                                 auto* const kept = reinterpret_cast<Anywhere*>(to);
+                                 Lanes partial[kTerms];
+                                 for (int q = 0; q < kTerms; ++q) partial[q] = p == begin ? Lanes{} : kept[q];
 #pragma GCC unroll 16
-            for (int q = 0; q < kAtOnce; ++q) {
-              Lanes row;
-              load_lanes<kBytes>((kAll ? rows[0] + q * b.inner : rows[q]) + j, row);
-              partial[q % kTerms] += x[q] * row;
-            }
-            if (p + kAtOnce < end) {
-              for (int q = 0; q < kTerms; ++q) kept[q] = partial[q];
-              continue;
-            }
-            add_up<kTerms>(partial);
-            if (i == j) {
-              auto& at = *reinterpret_cast<Anywhere*>(c.row(begin) + j0 + j);
-              if (c.adds(begin)) partial[0] += at;
-              at = partial[0];
-            } else {
-              put(partial[0], begin, j0 + i, width - i);
-            }
-          }
-        };
+                                 for (int q = 0; q < kAtOnce; ++q) {
+                                   Lanes row;
+                                   load_lanes<kBytes>((kAll ? rows[0] + q * b.inner : rows[q]) + j, row);
+                                   partial[q % kTerms] += x[q] * row;
+                                 }
+                                 if (p + kAtOnce < end) {
+                                   for (int q = 0; q < kTerms; ++q) kept[q] = partial[q];
+                                   continue;
+                                 }
+                                 add_up<kTerms>(partial);
+                                 if (i == j) {
+                                   auto& at = *reinterpret_cast<Anywhere*>(c.row(begin) + j0 + j);
+                                   if (c.adds(begin)) partial[0] += at;
+                                   at = partial[0];
+                                 } else {
+                                   put(partial[0], begin, j0 + i, width - i);
+                                 }
+                               }
+                             };
         const auto row_at = [&](int64_t p) { return b.data + j0 + p * b.inner; };
         int64_t p = begin;
         const T* rows[kAtOnce];
