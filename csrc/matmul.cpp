@@ -37,7 +37,7 @@ struct Blocking {
 
 // Terms that P is packed of, and that are summed one after the other.
 template <class P>
-constexpr int kTermsOf = std::is_same_v<P, Pair> ? 2 : 1;
+constexpr int kTermsOf = Packing<bfloat16, P>::kTerms;
 template <class P>
 constexpr int64_t kDepthOf = Blocking<P, 16>::kDepth * kTermsOf<P>;
 
@@ -701,6 +701,15 @@ void multiply_as_numbers(
 
 constexpr int64_t kInBlocks = 4096;  // Of so many elements of c, threads may share the blocks of k.
 
+// To c: the sums of so many blocks of k, of `size` elements each, added up in their order.
+template <class T, class V>
+void store_sum_of_blocks(T* c, V* sums, int64_t blocks, int64_t size) {
+  for (int64_t block = 1; block < blocks; ++block) {
+    for (int64_t i = 0; i < size; ++i) sums[i] = sums[block * size + i] + sums[i];
+  }
+  store(c, sums, size);
+}
+
 // c = a * b, whose sums are long and so few that threads would have nothing to do: they share the blocks of k, which
 // are added in order then. The bits are those of one thread. False if it is wrong.
 template <class P, class T>
@@ -722,10 +731,7 @@ bool run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n,
       }
     }
   });
-  for (int64_t block = 1; block < blocks; ++block) {
-    for (int64_t i = 0; i < size; ++i) sums[i] = sums[block * size + i] + sums[i];
-  }
-  store(c, sums, size);
+  store_sum_of_blocks(c, sums, blocks, size);
   return right;
 }
 
@@ -755,11 +761,7 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
       const int64_t p = begin * kDepthOfRow;
       multiply(0, n, p, std::min(end * kDepthOfRow, k) - p, {sums + begin * n, n});
     });
-    for (int64_t block = 1; block < blocks; ++block) {
-      for (int64_t j = 0; j < n; ++j) sums[j] = sums[block * n + j] + sums[j];
-    }
-    store(c, sums, n);
-    return;
+    return store_sum_of_blocks(c, sums, blocks, n);
   }
   const auto body = [&](int64_t begin, int64_t end) {
     const int64_t first = begin * columns, count = std::min(end * columns, n) - first;

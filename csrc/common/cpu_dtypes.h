@@ -143,7 +143,7 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))) inline 
   for (; rows > 0; --rows, to += to_step, from += from_step) {
     for (int64_t i = 0; i < n; i += 2 * kLanes) {
       const bool whole = i + 2 * kLanes <= n;
-      const auto some = static_cast<__mmask32>(whole ? -1 : (1 << (n - i)) - 1);
+      const auto some = whole ? ~__mmask32(0) : (__mmask32(1) << (n - i)) - 1;
       const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(some), from + i);
       const __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(some >> kLanes), from + i + kLanes);
       const auto others = _mm512_fpclass_ps_mask(low, kNanOrSubnormal) | _mm512_fpclass_ps_mask(high, kNanOrSubnormal);

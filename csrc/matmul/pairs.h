@@ -18,9 +18,13 @@ template <class T, class V>
 struct Packing {
   static constexpr int kTerms = 1;
   static V one(const T* at, int64_t) {
-    V number;
-    read(at, std::is_same_v<T, float16> ? 2 : 1, &number, 1);  // Not inlined for float16.
-    return number;
+    if constexpr (std::is_same_v<T, float16>) {
+      V number;
+      detail::read_apart(at, 1, &number, 1);
+      return number;
+    } else {
+      return load(*at);
+    }
   }
   static V last(const T* at) { return one(at, 0); }
   template <int kCount>

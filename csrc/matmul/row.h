@@ -265,36 +265,35 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
       const int64_t width = std::min(kColumnsAtOnce, n - j0);
       each_block([&](int64_t begin, int64_t end) EXTENSION_CPP_INLINED {
         // So many rows at once. Those that are lacking are zero.
-        const auto add = [&]<bool kAll>(std::bool_constant<kAll>, int64_t p, const T* const* rows, const V* of_a)
-                             EXTENSION_CPP_INLINED {
-                               V x[kAtOnce], *to = sums;
-                               std::copy_n(of_a, kAtOnce, x);  // The compiler can't know that it isn't written to.
+        const auto add = [&](auto all, int64_t p, const T* const* rows, const V* of_a) EXTENSION_CPP_INLINED {
+          V x[kAtOnce], *to = sums;
+          std::copy_n(of_a, kAtOnce, x);  // The compiler can't know that it isn't written to.
 #pragma GCC unroll 1
-                               for (int64_t i = 0; i < width; i += kLanes, to += kTerms * kLanes) {
-                                 const int64_t j = std::min(i, width - kLanes);
-                                 auto* const kept = reinterpret_cast<Anywhere*>(to);
-                                 Lanes partial[kTerms];
-                                 for (int q = 0; q < kTerms; ++q) partial[q] = p == begin ? Lanes{} : kept[q];
+          for (int64_t i = 0; i < width; i += kLanes, to += kTerms * kLanes) {
+            const int64_t j = std::min(i, width - kLanes);
+            auto* const kept = reinterpret_cast<Anywhere*>(to);
+            Lanes partial[kTerms];
+            for (int q = 0; q < kTerms; ++q) partial[q] = p == begin ? Lanes{} : kept[q];
 #pragma GCC unroll 16
-                                 for (int q = 0; q < kAtOnce; ++q) {
-                                   Lanes row;
-                                   load_lanes<kBytes>((kAll ? rows[0] + q * b.inner : rows[q]) + j, row);
-                                   partial[q % kTerms] += x[q] * row;
-                                 }
-                                 if (p + kAtOnce < end) {
-                                   for (int q = 0; q < kTerms; ++q) kept[q] = partial[q];
-                                   continue;
-                                 }
-                                 add_up<kTerms>(partial);
-                                 if (i == j) {
-                                   auto& at = *reinterpret_cast<Anywhere*>(c.row(begin) + j0 + j);
-                                   if (c.adds(begin)) partial[0] += at;
-                                   at = partial[0];
-                                 } else {
-                                   put(partial[0], begin, j0 + i, width - i);
-                                 }
-                               }
-                             };
+            for (int q = 0; q < kAtOnce; ++q) {
+              Lanes row;
+              load_lanes<kBytes>((decltype(all)::value ? rows[0] + q * b.inner : rows[q]) + j, row);
+              partial[q % kTerms] += x[q] * row;
+            }
+            if (p + kAtOnce < end) {
+              for (int q = 0; q < kTerms; ++q) kept[q] = partial[q];
+              continue;
+            }
+            add_up<kTerms>(partial);
+            if (i == j) {
+              auto& at = *reinterpret_cast<Anywhere*>(c.row(begin) + j0 + j);
+              if (c.adds(begin)) partial[0] += at;
+              at = partial[0];
+            } else {
+              put(partial[0], begin, j0 + i, width - i);
+            }
+          }
+        };
         const auto row_at = [&](int64_t p) { return b.data + j0 + p * b.inner; };
         int64_t p = begin;
         const T* rows[kAtOnce];
