@@ -18,6 +18,7 @@
 #include "common/memory.h"
 #include "common/simd.h"
 #include "matmul/amx.h"
+#include "matmul/few.h"
 #include "matmul/packing.h"
 #include "matmul/row.h"
 
@@ -109,10 +110,10 @@ void multiply_tile(
       for (; p < depth; ++p) add_rows(std::integral_constant<int, 1>());
     }
   } else {
-    add_pairs<kRows, B::kRows, kVectors, false>(depth, a, 0, b, reinterpret_cast<float*>(sums));
+    multiply_pairs<kRows, B::kRows, kVectors, false>(depth, a, 0, b, to, step, rows, columns, whole && add);
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; std::is_same_v<P, V> && i < kRows; ++i) {
     auto* row = reinterpret_cast<Anywhere*>(to + i * step);
     for (int v = 0; v < kVectors; ++v) {
       if (whole && add) sums[i][v] += row[v];
@@ -125,6 +126,24 @@ void multiply_tile(
   }
 }
 
+// body for the lowest tile that has so many rows and columns.
+template <class P, int kBytes, class Body>
+[[gnu::always_inline]] inline void for_tile(int64_t rows, int64_t columns, const Body& body) {
+  constexpr int kRows = Blocking<P, kBytes>::kRows;
+  const auto for_rows =
+      [&]<int kVectors, int... kMost>(std::integral_constant<int, kVectors>, std::integer_sequence<int, kMost...>)
+          EXTENSION_CPP_INLINED {
+            static_cast<void>(((rows <= kMost && (body.template operator()<kMost, kVectors>(), true)) || ...));
+          };
+  using Heights = std::conditional_t<
+      kRows == 14, std::integer_sequence<int, 1, 4, 8, 11, 14>, std::integer_sequence<int, 1, kRows / 2, kRows>>;
+  if (columns <= Blocking<P, kBytes>::kLanes) {
+    for_rows(std::integral_constant<int, 1>(), Heights());
+  } else {
+    for_rows(std::integral_constant<int, 2>(), Heights());
+  }
+}
+
 // The same for a strip of a of as many rows as there are, and of b of as many columns. Compiled apart, as all tiles
 // take much code.
 template <class V, int kBytes, class P>
@@ -132,41 +151,50 @@ void multiply_strip(
     int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
     int64_t columns) {
   simd::run_apart<kBytes>([=] {
-    constexpr int kRows = Blocking<P, kBytes>::kRows;
-    // Of the lowest tile that has so many rows.
-    const auto multiply_rows = [&]<int kVectors, int... kMost>(
-                                   std::integral_constant<int, kVectors>, std::integer_sequence<int, kMost...>) {
-      static_cast<void>(
-          ((rows <= kMost &&
-            (multiply_tile<V, kBytes, kMost, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns), true)) ||
-           ...));
-    };
-    using Heights = std::conditional_t<
-        kRows == 14, std::integer_sequence<int, 1, 4, 7, 10, 14>, std::integer_sequence<int, 1, kRows / 2, kRows>>;
-    if (columns <= Blocking<P, kBytes>::kLanes) {
-      multiply_rows(std::integral_constant<int, 1>(), Heights());
-    } else {
-      multiply_rows(std::integral_constant<int, 2>(), Heights());
-    }
+    for_tile<P, kBytes>(rows, columns, [=]<int kRows, int kVectors>() EXTENSION_CPP_INLINED {
+      multiply_tile<V, kBytes, kRows, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
+    });
   });
 }
 
 #if defined(EXTENSION_CPP_PAIRS)
 
 // A tile of as many rows as there can be, of pairs of a that are read where they lie, a_step halves apart.
-template <int kBytes, int kVectors>
+template <int kBytes>
 void multiply_pairs_where_they_lie(
     int64_t depth, const bfloat16* a, int64_t a_step, const Pair* b, bool add, float* c, int64_t c_step,
     int64_t columns) {
   simd::run_apart<kBytes>([=] {
     using B = Blocking<Pair, kBytes>;
-    constexpr int kWidth = kVectors * B::kLanes;
-    alignas(64) float sums[B::kRows * kWidth];
-    add_pairs<B::kRows, B::kRows, kVectors, true>(depth, reinterpret_cast<const Pair*>(a), a_step, b, sums);
-    for (int i = 0; i < B::kRows; ++i) {
-      float* const to = c + i * c_step;
-      for (int64_t j = 0; j < columns; ++j) to[j] = add ? sums[i * kWidth + j] + to[j] : sums[i * kWidth + j];
+    constexpr int kRows = B::kRows;
+    alignas(64) float sums[kRows * B::kColumns];
+    const auto* const pairs = reinterpret_cast<const Pair*>(a);
+    if (columns <= B::kLanes) {
+      multiply_pairs<kRows, kRows, 1, true>(depth, pairs, a_step, b, sums, B::kColumns, kRows, columns);
+    } else {
+      multiply_pairs<kRows, kRows, 2, true>(depth, pairs, a_step, b, sums, B::kColumns, kRows, columns);
     }
+    for (int i = 0; i < kRows; ++i) {
+      float* const to = c + i * c_step;
+      for (int64_t j = 0; j < columns; ++j) to[j] = add ? sums[i * B::kColumns + j] + to[j] : sums[i * B::kColumns + j];
+    }
+  });
+}
+
+// A strip of pairs whose sums are halves at once, of a packed or of `lying` rows, a_step halves apart.
+template <int kBytes>
+void multiply_pairs_once(
+    int64_t depth, const Pair* a, const bfloat16* lying, int64_t a_step, const Pair* b, bfloat16* c, int64_t c_step,
+    int64_t rows, int64_t columns) {
+  constexpr int kStrip = Blocking<Pair, kBytes>::kRows;
+  for_tile<Pair, kBytes>(rows, columns, [=]<int kRows, int kVectors>() EXTENSION_CPP_INLINED {
+    if constexpr (kRows == kStrip) {
+      if (lying) {
+        const auto* const pairs = reinterpret_cast<const Pair*>(lying);
+        return multiply_pairs<kRows, kStrip, kVectors, true>(depth, pairs, a_step, b, c, c_step, rows, columns);
+      }
+    }
+    multiply_pairs<kRows, kStrip, kVectors, false>(depth, a, 0, b, c, c_step, rows, columns);
   });
 }
 
@@ -176,35 +204,49 @@ constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b t
 
 constexpr int64_t kInL2 = 128 * 1024;  // Bytes of b that stay there.
 
+// Whether rows lie whole pages apart: of their lines, the first-level cache holds eight at a time.
+template <class T>
+bool is_paged(int64_t step) {
+  return step % (4096 / static_cast<int64_t>(sizeof(T))) == 0;
+}
+
 // Whether b lies in rows, of no more than so many bytes in all.
 template <class V>
 bool has_rows_of(const Factor<V>& b, int64_t k, int64_t bytes) {
   return b.outer == 1 && b.inner <= bytes / static_cast<int64_t>(sizeof(V)) / k;
 }
 
+// Whether few rows of a are packed once, and not for each part of b.
+template <class V, int kBytes>
+bool is_packed_once(int64_t k) {
+  return k <= (1 << 20) / (4 * Blocking<V, kBytes>::kRows);
+}
+
 // Whether a is to be packed as a whole, and b not: a has few rows, so that reading b takes the most time, or few k's,
 // so that writing c does, or both are small.
 template <class V, int kBytes>
 bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
-  constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kMostElements = 1 << 20, kSmall = 1 << 16;
+  constexpr int64_t kRows = Blocking<V, kBytes>::kRows, kSmall = 1 << 16;
   if (b.outer == 1 && k <= kSlice && m <= kSmall / k) return true;
-  return (m <= 4 * kRows && (b.outer == 1 || k <= kMostElements / (4 * kRows))) ||
+  return (m <= 4 * kRows && (b.outer == 1 || is_packed_once<V, kBytes>(k))) ||
          (k <= kSmall / m && has_rows_of(b, k, kInL2));
 }
 
-// c = a * b for few rows, in one thread: b is read along its rows or columns, as far as they go, since what lies in
-// other pages of memory is waited for. `packed_a` has room for all of a, or for kDepth of it where b lies in rows,
-// `sums` for m rows of kFewColumns.
+// c = a * b for few rows, in one thread: b is read along its rows or columns. In panels of rows, those that are read
+// next are fetched before; from memory, rows are read as far as they go, since what lies in other pages is waited for,
+// and so are rows that lie whole pages apart, of which the first-level cache holds eight. `packed_a` has room for all
+// of a, or for kDepth of it if it isn't packed once, `sums` for m rows of kFewColumns.
 template <int kBytes, class V>
 void multiply_few(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
     V* packed_b, V* sums) {
   using B = Blocking<V, kBytes>;
-  const int64_t strips = (m + B::kRows - 1) / B::kRows;
-  const auto rows_from = [&](int64_t i) { return std::min<int64_t>(B::kRows, m - i * B::kRows); };
+  constexpr int64_t kHalf = std::min<int64_t>(8, B::kRows);  // Strips of 14 rows and of 2 take longer than two of 8.
+  const int64_t height = m > B::kRows && m <= 2 * kHalf ? kHalf : B::kRows, strips = (m + height - 1) / height;
+  const auto rows_from = [&](int64_t i) { return std::min(height, m - i * height); };
   const auto pack = [&](int64_t p0, int64_t depth, V* to) {
     for (int64_t i = 0; i < strips; ++i) {
-      const Factor<V> strip{a.data + i * B::kRows * a.outer + p0 * a.inner, a.outer, a.inner};
+      const Factor<V> strip{a.data + i * height * a.outer + p0 * a.inner, a.outer, a.inner};
       pack_strip<B::kRows, kBytes>(strip, rows_from(i), depth, to + i * depth * B::kRows);
     }
   };
@@ -213,39 +255,43 @@ void multiply_few(
                             int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       multiply_strip<V, kBytes>(
-          to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, into, into_c + i * B::kRows * step,
-          step, rows_from(i), columns);
+          to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, into, into_c + i * height * step, step,
+          rows_from(i), columns);
     }
   };
   const auto strip_of_b = [&](int64_t p, int64_t j) {
     return Factor<V>{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
   };
+  const bool once = is_packed_once<V, kBytes>(k);
+  const auto packed_at = [&](int64_t p0) { return packed_a + (once ? p0 * strips * B::kRows : 0); };
+  for (int64_t p0 = 0; once && p0 < k; p0 += B::kDepth) pack(p0, std::min(B::kDepth, k - p0), packed_at(p0));
   if (b.outer != 1) {
-    for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
-      pack(p0, std::min(B::kDepth, k - p0), packed_a + p0 * strips * B::kRows);
-    }
     for (int64_t j = 0; j < n; j += B::kColumns) {
       const int64_t columns = std::min<int64_t>(B::kColumns, n - j);
       for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
         const int64_t depth = std::min(B::kDepth, k - p0);
         pack_strip<B::kColumns, kBytes>(strip_of_b(p0, j), columns, depth, packed_b);
         multiply(
-            packed_a + p0 * strips * B::kRows, depth, 0, depth, packed_b, B::kColumns,
-            p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step, columns, 0, strips);
+            packed_at(p0), depth, 0, depth, packed_b, B::kColumns, p0 == 0 ? Into::kEmpty : Into::kAdd, c + j, c_step,
+            columns, 0, strips);
       }
     }
     return;
   }
-  constexpr int64_t kAhead = 2 * B::kColumns;
+  constexpr int64_t kAhead = 2 * B::kColumns, kPanelWidth = 256, kPanelDepth = 64;
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
-  const int64_t most = has_rows_of(b, k, kInAnyCache) || has_rows_of(b, B::kDepth, kInL2) ? B::kDepth : kSlice;
-  for (int64_t j0 = 0; j0 < n; j0 += kFewColumns) {
-    const int64_t width = std::min(kFewColumns, n - j0);
+  constexpr int64_t kInL3 = 16 * kInAnyCache;
+  const bool cached = has_rows_of(b, k, kInAnyCache) || has_rows_of(b, B::kDepth, kInL2);
+  const bool in_panels = !cached && has_rows_of(b, k, kInL3) && !is_paged<V>(b.inner);
+  const int64_t most_width = in_panels ? kPanelWidth : kFewColumns, of_rows = in_panels ? kPanelDepth : kSlice;
+  const int64_t most = cached ? B::kDepth : of_rows;
+  for (int64_t j0 = 0; j0 < n; j0 += most_width) {
+    const int64_t width = std::min(most_width, n - j0);
     for (int64_t p0 = 0; p0 < k; p0 += B::kDepth) {
       const int64_t depth = std::min(B::kDepth, k - p0);
       V* const to = p0 == 0 ? c + j0 : sums;
       const int64_t step = p0 == 0 ? c_step : width;
-      if (j0 == 0 || k > B::kDepth) pack(p0, depth, packed_a);
+      if (!once) pack(p0, depth, packed_a);
       for (int64_t p = 0; p < depth; p += most) {
         const int64_t slice = std::min(most, depth - p);
         // Of few k's, a strip of rows is multiplied with all columns, as c is written to fewer pages at a time.
@@ -257,12 +303,15 @@ void multiply_few(
             const bool in_place = columns == B::kColumns || columns == B::kLanes;
             if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
             // Several rows at a time are too many for the processor to see that each is read in order.
-            for (int64_t q = 0; i == 0 && j + kAhead < width && most == kSlice && q < slice; ++q) {
-              const V* const ahead = strip.data + q * b.inner + kAhead;
+            const bool ends = p0 + p + slice == k;
+            const V* const below = ends ? b.data + j0 + j + kPanelWidth : strip.data + slice * b.inner;
+            const V* const next = in_panels ? below : strip.data + kAhead;
+            for (int64_t q = 0; i == 0 && !cached && (in_panels || j + kAhead < width) && q < slice; ++q) {
+              const V* const ahead = next + q * b.inner;
               for (int64_t v = 0; v < B::kColumns; v += 64 / sizeof(V)) __builtin_prefetch(ahead + v);
             }
             multiply(
-                packed_a, depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
+                packed_at(p0), depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
                 p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns, i, i + at_once);
           }
         }
@@ -368,7 +417,7 @@ void multiply_narrow(
       const V* const from = a.data + i * a.outer;
       each([&](int64_t p, int64_t depth, int64_t j, int64_t columns, const V* packed) {
         V* const to = c + i * c_step + j;
-        if (rows < B::kRows) {
+        if (rows < B::kRows || is_paged<V>(a.outer)) {
           if (j == 0) pack_strip<B::kRows, kBytes>(Factor<V>{from + p, a.outer, 1}, rows, depth, packed_a);
           multiply_strip<V, kBytes>(
               depth, packed_a, packed, B::kColumns, p == 0 ? Into::kEmpty : Into::kAdd, to, c_step, rows, columns);
@@ -442,6 +491,8 @@ void multiply_shallow(
   }(std::make_integer_sequence<int, kShallow>());
 }
 
+constexpr int64_t kFewTerms = 64;
+
 // c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero. Tiles of
 // halves are sums that are stored at once, for which k must be one block.
 template <int kBytes, class T, class P, class V>
@@ -453,13 +504,16 @@ bool multiply(
   constexpr int kTerms = Packing<T, P>::kTerms;
   bool right = true;
   const int64_t most_width = part_of(n, B::kWidth, B::kColumns), most_height = part_of(m, B::kHeight, B::kRows);
-  // Pairs of a lie as they are packed: of few columns, whole strips are read there, but for rows of which a cache holds
-  // too few at a time, as they are pages apart.
-  constexpr int64_t kPage = 4096 / sizeof(T);
-  const bool narrow = kTerms > 1 && a.inner == 1 && k % 2 == 0 && n <= 2 * B::kColumns && a.outer % kPage != 0;
+  // Pairs of a lie as they are packed: of few columns, whole strips are read there.
+  const bool narrow = kTerms > 1 && a.inner == 1 && k % 2 == 0 && n <= 2 * B::kColumns && !is_paged<T>(a.outer);
   const auto lies = [&](int64_t rows) { return narrow && rows >= B::kRows; };
-  // Of rows of b, what several strips take is read at once.
-  const int64_t at_once = (b.outer == 1 ? 8 : 1) * B::kColumns, slice = b.outer == 1 ? kSlice * kTerms : k;
+  // Of few k's, c is written along its rows, with all strips of b that the second-level cache holds, as that takes the
+  // most time. Else, of rows of b, what several strips take is read at once.
+  const bool along = k <= kFewTerms;
+  const int64_t at_once =
+      along ? kInL2 / static_cast<int64_t>(sizeof(P)) / ((k + kTerms - 1) / kTerms) / B::kColumns * B::kColumns
+            : (b.outer == 1 ? 8 : 1) * B::kColumns;
+  const int64_t slice = b.outer == 1 ? kSlice * kTerms : k;
   for (int64_t j0 = 0; j0 < n; j0 += most_width) {
     const int64_t width = std::min(most_width, n - j0);
     for (int64_t p0 = 0; p0 < k; p0 += B::kDepth * kTerms) {
@@ -470,8 +524,10 @@ bool multiply(
           const Factor<T> strip{a.data + (i0 + i) * a.outer + p0 * a.inner, a.outer, a.inner};
           if (lies(height - i)) {
             if constexpr (kTerms > 1) {
-              for (int r = 0; r < B::kRows; ++r) {
-                right = right && !has_subnormal(reinterpret_cast<const P*>(strip.data + r * a.outer), depth);
+              const int64_t together = a.outer == terms ? B::kRows : 1;  // Rows that are next to each other.
+              for (int64_t r = 0; r < B::kRows; r += together) {
+                const auto* const pairs = reinterpret_cast<const P*>(strip.data + r * a.outer);
+                right = right && !has_subnormal(pairs, together * depth);
               }
             }
             continue;
@@ -479,35 +535,35 @@ bool multiply(
           pack_strip<B::kRows, kBytes>(strip, std::min<int64_t>(B::kRows, height - i), terms, packed_a + i * depth);
           if constexpr (kTerms > 1) right = right && !has_subnormal(packed_a + i * depth, B::kRows * depth);
         }
-        for (int64_t j = 0; j < width; j += B::kColumns) {
+        for (int64_t first = 0; first < width; first += at_once) {
           // One block of a is done with strips before the next are packed, which then go where those were.
-          P* const packed = packed_b + (m > most_height ? j : j % at_once) * depth;
-          if (i0 == 0 && j % at_once == 0) {
-            const int64_t end = std::min(j + at_once, width);
+          P* const packed_strips = packed_b + (m > most_height ? first * depth : 0);
+          const int64_t end = std::min(first + at_once, width);
+          if (i0 == 0) {
             for (int64_t p = 0; p < terms; p += slice) {
-              for (int64_t s = j; s < end; s += B::kColumns) {
-                const Factor<T> strip{b.data + (j0 + s) * b.outer + (p0 + p) * b.inner, b.outer, b.inner};
+              for (int64_t j = first; j < end; j += B::kColumns) {
+                const Factor<T> strip{b.data + (j0 + j) * b.outer + (p0 + p) * b.inner, b.outer, b.inner};
                 pack_strip<B::kColumns, kBytes>(
-                    strip, std::min<int64_t>(B::kColumns, end - s), std::min(slice, terms - p),
-                    packed + (s - j) * depth + p / kTerms * B::kColumns);
+                    strip, std::min<int64_t>(B::kColumns, end - j), std::min(slice, terms - p),
+                    packed_strips + (j - first) * depth + p / kTerms * B::kColumns);
               }
             }
-            if constexpr (kTerms > 1) right = right && !has_subnormal(packed, round_up(end - j, B::kColumns) * depth);
+            if constexpr (kTerms > 1) {
+              right = right && !has_subnormal(packed_strips, round_up(end - first, B::kColumns) * depth);
+            }
           }
-          const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
-          for (int64_t i = 0; i < height; i += B::kRows) {
+          const auto multiply_at = [&](int64_t i, int64_t j) {
+            const P* const packed = packed_strips + (j - first) * depth;
+            const int64_t columns = std::min<int64_t>(B::kColumns, end - j);
             const int64_t rows = std::min<int64_t>(B::kRows, height - i);
             V* const to = c + (i0 + i) * c_step + j0 + j;
+            const T* const lying = lies(rows) ? a.data + (i0 + i) * a.outer + p0 : nullptr;
             const auto multiply = [&](Into into, Sum* to, int64_t step) {
 #if defined(EXTENSION_CPP_PAIRS)
               if constexpr (kTerms > 1) {
-                const T* const from = a.data + (i0 + i) * a.outer + p0;
-                const bool add = into == Into::kAdd;
-                if (lies(rows) && columns <= B::kLanes) {
-                  return multiply_pairs_where_they_lie<kBytes, 1>(depth, from, a.outer, packed, add, to, step, columns);
-                }
-                if (lies(rows)) {
-                  return multiply_pairs_where_they_lie<kBytes, 2>(depth, from, a.outer, packed, add, to, step, columns);
+                if (lying) {
+                  return multiply_pairs_where_they_lie<kBytes>(
+                      depth, lying, a.outer, packed, into == Into::kAdd, to, step, columns);
                 }
               }
 #endif
@@ -516,10 +572,24 @@ bool multiply(
             };
             if constexpr (std::is_same_v<V, Sum>) {
               multiply(p0 == 0 ? Into::kEmpty : Into::kAdd, to, c_step);
+#if defined(EXTENSION_CPP_PAIRS)
+            } else if constexpr (kTerms > 1) {
+              multiply_pairs_once<kBytes>(
+                  depth, packed_a + i * depth, lying, a.outer, packed, to, c_step, rows, columns);
+#endif
             } else {
               alignas(64) Sum tile[B::kRows * B::kColumns];
               multiply(Into::kEmpty, tile, B::kColumns);
               store_rows(to, c_step, tile, B::kColumns, rows, columns);
+            }
+          };
+          if (along) {
+            for (int64_t i = 0; i < height; i += B::kRows) {
+              for (int64_t j = first; j < end; j += B::kColumns) multiply_at(i, j);
+            }
+          } else {
+            for (int64_t j = first; j < end; j += B::kColumns) {
+              for (int64_t i = 0; i < height; i += B::kRows) multiply_at(i, j);
             }
           }
         }
@@ -571,7 +641,7 @@ void multiply_numbers(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t
     }
   }
   if (is_few<V, kBytes>(m, k, b)) {
-    const int64_t of_all = round_up(m, B::kRows) * (b.outer == 1 ? depth : k) + kBehind,
+    const int64_t of_all = round_up(m, B::kRows) * (is_packed_once<V, kBytes>(k) ? k : depth) + kBehind,
                   of_sums = k > B::kDepth ? m * std::min(n, kFewColumns) : 0;
     const int64_t of_strip = B::kColumns * depth + kBehind;
     Scratch scratch(Scratch::bytes<V>(of_all) + Scratch::bytes<V>(of_strip) + Scratch::bytes<V>(of_sums));
@@ -625,9 +695,25 @@ void multiply_part(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n,
   simd::run_for_width([&]<int kBytes>() { multiply_numbers<kBytes>(a, b, m, n, k, c, c_step); });
 }
 
+// Whether pairs of b are read where they lie: a, of few rows, is packed as a whole.
+template <class P, class T>
+bool is_few_pairs(const Factor<T>& b, int64_t m, int64_t n, int64_t k) {
+#if defined(EXTENSION_CPP_PAIRS)
+  constexpr int64_t kMostPacked = 1 << 23;
+  return kTermsOf<P> > 1 && b.outer == 1 && m <= kMostFew && n >= kWide && k >= 4 * m && k <= kMostPacked / m;
+#else
+  return false;
+#endif
+}
+
 // c = a * b of halves that are packed as P, in one thread. False if it is wrong, as numbers were taken for zero.
 template <class P, class T, class C>
 bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, C* c, int64_t c_step) {
+#if defined(EXTENSION_CPP_PAIRS)
+  if constexpr (kTermsOf<P> > 1) {
+    if (is_few_pairs<P>(b, m, n, k)) return multiply_few_pairs<kDepthOf<P>>(a, b, m, n, k, c, c_step);
+  }
+#endif
   bool right = false;
   simd::run_for_width([&]<int kBytes>() {
     if constexpr (kTermsOf<P> == 1 || kBytes == 64) right = multiply_packed<kBytes, P>(a, b, m, n, k, c, c_step);
@@ -637,7 +723,7 @@ bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t 
 // The same for any k, of which the sums of blocks are added up before they are halves.
 template <class P, class T>
 bool multiply_halves(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
-  if (k <= kDepthOf<P>) return multiply_packed<P>(a, b, m, n, k, c, c_step);
+  if (k <= kDepthOf<P> || is_few_pairs<P>(b, m, n, k)) return multiply_packed<P>(a, b, m, n, k, c, c_step);
   // b is packed once for so many rows, which are whole tiles of any height.
   constexpr int64_t kHeight = 2016, kWidth = 2048, kTileHeights = 84, kTileWidth = 64;
   const int64_t height = part_of(m, kHeight, kTileHeights), width = part_of(n, kWidth, kTileWidth);
@@ -676,11 +762,47 @@ Factor<float> numbers_of(const Factor<T>& from, int64_t rows, int64_t k, float* 
   return {to, 1, rows};
 }
 
+#if defined(EXTENSION_CPP_PAIRS)
+
+// The same on processors that round to bfloat16.
+inline void multiply_and_round(
+    const Factor<bfloat16>& a, const Factor<bfloat16>& b, int64_t m, int64_t n, int64_t k, bfloat16* c,
+    int64_t c_step) {
+  constexpr int64_t kAtOnce = 4096, kVectors = 32;  // numbers of a factor, and those that two vectors have
+  const int64_t width = std::min(n, kAtOnce / k), height = std::min(m, kAtOnce / k), step = round_up(width, kVectors);
+  Scratch scratch(Scratch::bytes<float>(height * k) + Scratch::bytes<float>(step * k));
+  float *const of_a = scratch.take<float>(height * k), *const of_b = scratch.take<float>(step * k);
+  for (int64_t j = 0; j < n; j += width) {
+    const int64_t columns = std::min(width, n - j);
+    for (int64_t q = 0; q < k; ++q) {
+      simd::run([=] { read(b.data + j * b.outer + q * b.inner, b.outer, of_b + q * step, columns); });
+      std::fill_n(of_b + q * step + columns, step - columns, 0.0f);
+    }
+    for (int64_t i = 0; i < m; i += height) {
+      const int64_t rows = std::min(height, m - i);
+      const Factor<float> part = numbers_of<bfloat16>({a.data + i * a.outer, a.outer, a.inner}, rows, k, of_a);
+      [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+        const auto multiply = [&]<int kDepth>(std::integral_constant<int, kDepth>) {
+          if (k == kDepth) multiply_shallow<kDepth>(part, of_b, step, rows, columns, c + i * c_step + j, c_step);
+        };
+        (multiply(std::integral_constant<int, kLess + 1>()), ...);
+      }(std::make_integer_sequence<int, kShallow>());
+    }
+  }
+}
+
+#endif
+
 // c = a * b of halves, in one thread: for few k's, for which packing takes longer than multiplying. As many rows and
 // columns at a time as caches hold.
 template <class T>
 void multiply_as_numbers(
     const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
+#if defined(EXTENSION_CPP_PAIRS)
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (detail::has_bf16()) return multiply_and_round(a, b, m, n, k, c, c_step);
+  }
+#endif
   constexpr int64_t kAtOnce = 8192, kMostColumns = 2048;  // sums, and columns of them
   const int64_t width = std::min(n, kMostColumns), height = std::min(kAtOnce / std::max(width, k), m);
   const int64_t of_sums = Scratch::bytes<float>(height * width);
@@ -806,7 +928,10 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   if constexpr (std::is_same_v<T, V>) {
     in_blocks ? static_cast<void>(run_in_blocks<T>(a, b, m, n, k, threads, c)) : in_parts(multiply_part<T>);
   } else {
-    if (k <= kShallow) return in_parts(multiply_as_numbers<T>);
+    // Packing pairs of b takes longer than their products with few rows.
+    constexpr int64_t kManyRows = 32;
+    const bool in_pairs = std::is_same_v<T, bfloat16> && simd::multiplies_pairs() && k > 1 && m > kManyRows;
+    if (k <= kShallow && !in_pairs) return in_parts(multiply_as_numbers<T>);
     const auto run_packed = [&]<class P>(P) {
       if (in_blocks) return run_in_blocks<P>(a, b, m, n, k, threads, c);
       std::atomic<bool> right = true;

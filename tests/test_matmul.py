@@ -133,6 +133,9 @@ class TestMatmul(Contract):
         for a in (tiny, tiny.t().contiguous().t(), tiny[::2]):
             compare(a, large.t())
             compare(large, a.t())
+            for few, other in ((a, large), (large, a)):
+                compare(few[:10], other.t().contiguous())
+                compare(few[:, :1], other[:, :1].t().contiguous())
         compare(normal, large.t())
 
     def test_training(self, device):
@@ -204,6 +207,7 @@ class TestValues:
         sizes += [(1000, 2060, 1), (3, 777, 1), (1, 2060, 3), (3, 9000, 1), (700, 16, 500)]
         sizes += [(37, 1, 70), (70, 3, 5), (9, 4, 3000), (5, 2, 1), (10, 9000, 20), (1, 2100, 12)]
         sizes += [(1, 3001, 1100), (1, 9007, 7), (1, 21, 37), (1, 1030, 20)]
+        sizes += [(20, 1031, 333), (130, 600, 40), (16, 300, 2048), (40, 2048, 20), (70, 2, 45), (33, 7, 600)]
         if device == "cuda":  # Where factors are copied first, and where tiles are widest.
             sizes += [(1027, 512, 1030), (4096, 64, 4096)]
         for m, k, n in sizes:
@@ -242,11 +246,12 @@ class TestValues:
 
     def test_special_values(self, device, dtype):
         """NaN and infinities reach exactly the rows and columns that have them."""
-        a, b = factors(device, dtype, 70, 40, 66)
-        a[3, 5], a[10, 39], b[7, 60] = float("nan"), float("inf"), float("-inf")
-        got, want = extension_cpp.matmul(a, b), a.double() @ b.double()
-        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
-        assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
+        for m, k, n in ((70, 40, 66), (70, 1, 66), (70, 3, 20), (20, 600, 50)):
+            a, b = factors(device, dtype, m, k, n)
+            a[3, k // 2], a[10, k - 1], b[k // 2, n - 6] = float("nan"), float("inf"), float("-inf")
+            got, want = extension_cpp.matmul(a, b), a.double() @ b.double()
+            assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+            assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
 
     def test_nothing_else_is_read(self, device, dtype):
         """Tiles end beyond the matrices: NaN all around must not get into a sum."""
@@ -260,6 +265,7 @@ class TestValues:
             (1, 29, 1100),
             (25, 3, 5),
             (4, 2, 90),
+            (10, 601, 37),
         ):
             a, b = factors(device, dtype, m, k, n)
             framed = []

@@ -145,7 +145,7 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
     using Packed = Packing<T, V>;
     constexpr int kTerms = Packed::kTerms;
     const int64_t whole = terms / kTerms;
-    if (rows < kStrip) std::fill_n(to, kStrip * ((terms + kTerms - 1) / kTerms), V(0));
+    const auto clear = [=](int64_t p) { std::fill_n(to + p * kStrip + rows, kStrip - rows, V(0)); };
     int64_t done = 0;
     if (from.outer == 1) {
       // What lies between two rows is read too, as nothing depends on it: but subnormal pairs would be noticed.
@@ -157,17 +157,20 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
           Packed::template ones<kStrip>(row, from.inner, at);
         } else {
           for (int64_t i = 0; i < rows; ++i) at[i] = Packed::one(row + i, from.inner);
+          clear(done);
         }
       }
     }
 #if defined(EXTENSION_CPP_TRANSPOSE)
     constexpr int kLanes = kBytes / sizeof(V), kBlocks = (kStrip + kLanes - 1) / kLanes;
-    if (from.inner == 1 && rows == kStrip) {
+    if (from.inner == 1 && rows > kStrip / 2) {
       const auto pack = [&](int count, const auto& load_row) {
         Vector<V, kBytes> blocks[kBlocks][kLanes];
         for (int i = kStrip; i < kBlocks * kLanes; ++i) blocks[i / kLanes][i % kLanes] = Vector<V, kBytes>{};
         for (int i = 0; i < kStrip; ++i) {
-          load_row(from.data + i * from.outer + done * kTerms, blocks[i / kLanes][i % kLanes]);
+          auto& row = blocks[i / kLanes][i % kLanes];
+          i < rows ? load_row(from.data + i * from.outer + done * kTerms, row)
+                   : static_cast<void>(row = Vector<V, kBytes>{});
         }
         for (auto& block : blocks) transpose<kLanes>(block, std::make_integer_sequence<int, kLanes>());
         // In the order of the addresses: what is written behind a row is overwritten by the next.
@@ -181,7 +184,7 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
       };
       while (done + kLanes <= whole) {
         pack(kLanes, [](const T* row, auto& lanes) {
-          __builtin_prefetch(row + 8 * kLanes);  // Rows lie too far apart for the processor to see a pattern.
+          __builtin_prefetch(row + 8 * kLanes, 0, 2);  // Rows lie too far apart for the processor to see a pattern.
           Packed::template row<kLanes>(row, reinterpret_cast<V*>(&lanes));
         });
       }
@@ -193,6 +196,7 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
 #endif
     }
 #endif
+    for (int64_t p = done; p * kTerms < terms; ++p) clear(p);
     for (int64_t i = 0; i < rows; ++i) {
       const T* row = from.data + i * from.outer;
       for (int64_t p = done; p < whole; ++p) {

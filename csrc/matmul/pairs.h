@@ -3,6 +3,7 @@
 // packed as one number.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "../common/cpu_dtypes.h"
@@ -77,37 +78,108 @@ inline __attribute__((target("avx512f,avx512bw"))) bool has_subnormal(const Pair
   return _mm512_cmplt_epu16_mask(all, _mm512_set1_epi16(0x7f)) != 0;
 }
 
-// sums[i]: the sum of the products of row i of a, which are side by side in a strip of kStrip, or where kLies, a_step
-// elements apart where they lie, with those of kVectors of b's two vectors.
-template <int kRows, int kStrip, int kVectors, bool kLies>
-__attribute__((target("avx512f,avx512bf16"))) void add_pairs(
-    int64_t depth, const Pair* a, int64_t a_step, const Pair* b, float* sums) {
+// sums += the products of a pair with those of a row. The instruction reads the pair itself, for which compilers take a
+// register and an instruction.
+__attribute__((target(EXTENSION_CPP_BF16))) inline void add_pair(__m512& sums, __m512i row, const void* pair) {
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(row), "m"(*static_cast<const Pair*>(pair)));
+}
+
+// Row i of c: the sums of the products of row i of a, which are side by side in a strip of kStrip, or where kLies,
+// a_step elements apart where they lie, with those of kVectors of b's two vectors. In float32 they may be added to
+// those in c; as bfloat16 it is the first columns.
+template <int kRows, int kStrip, int kVectors, bool kLies, class C>
+__attribute__((target(EXTENSION_CPP_BF16))) void multiply_pairs(
+    int64_t depth, const Pair* a, int64_t a_step, const Pair* b, C* c, int64_t c_step, int64_t rows, int64_t columns,
+    bool add = false) {
   constexpr int kLanes = 16, kOfThree = (kRows + 2) / 3;
   __m512 of[kRows][kVectors] = {};
+  for (int64_t i = 0; add && i < rows; ++i) {
+    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(c + i * c_step + v * kLanes, 1);
+  }
   // An instruction adds once or twice the step to a pointer: with one for each row, there are too few registers.
-  const bfloat16* rows[kOfThree];
+  const bfloat16* at[kOfThree];
 #pragma GCC unroll 8
   for (int i = 0; kLies && i < kOfThree; ++i) {
-    rows[i] = reinterpret_cast<const bfloat16*>(a) + 3 * i * a_step;
-    asm("" : "+r"(rows[i]));
+    at[i] = reinterpret_cast<const bfloat16*>(a) + 3 * i * a_step;
+    asm("" : "+r"(at[i]));
   }
   for (int64_t p = 0; p < depth; ++p, b += 2 * kLanes) {
-    __m512bh row[kVectors];
-    for (int v = 0; v < kVectors; ++v) row[v] = (__m512bh)_mm512_loadu_si512(b + v * kLanes);
+    __m512i row[kVectors];
+    for (int v = 0; v < kVectors; ++v) row[v] = _mm512_loadu_si512(b + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      Pair terms;
-      std::memcpy(&terms, kLies ? static_cast<const void*>(rows[i / 3] + i % 3 * a_step) : a + i, sizeof(terms));
-      const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(terms));
-      for (int v = 0; v < kVectors; ++v) of[i][v] = _mm512_dpbf16_ps(of[i][v], pair, row[v]);
+      const void* const terms = kLies ? static_cast<const void*>(at[i / 3] + i % 3 * a_step) : a + i;
+      if (kVectors == 1 || i < kRows / 2) {
+        for (int v = 0; v < kVectors; ++v) add_pair(of[i][v], row[v], terms);
+      } else {  // A register takes the place of one of two reads: the processor does two at a time.
+        Pair both;
+        std::memcpy(&both, terms, sizeof(both));
+        const auto pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
+        for (int v = 0; v < kVectors; ++v) of[i][v] = _mm512_dpbf16_ps(of[i][v], (__m512bh)row[v], pair);
+      }
     }
 #pragma GCC unroll 8
-    for (int i = 0; kLies && i < kOfThree; ++i) rows[i] += 2;
+    for (int i = 0; kLies && i < kOfThree; ++i) at[i] += 2;
     if (!kLies) a += kStrip;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(sums + (i * kVectors + v) * kLanes, of[i][v]);
+    if (i >= rows) break;
+    if constexpr (std::is_same_v<C, float>) {
+      for (int v = 0; v < kVectors; ++v) {
+        float* const to = c + i * c_step + v * kLanes;
+        _mm512_storeu_ps(to, add ? _mm512_add_ps(of[i][v], _mm512_loadu_ps(to)) : of[i][v]);
+      }
+    } else {
+      // No sum is subnormal, as the instruction takes such for zero. All NaN are the same.
+      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(of[i][kVectors - 1], of[i][0]);
+      const __m512i magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+      const __mmask32 nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7f80));
+      detail::store_first(c + i * c_step, _mm512_mask_mov_epi16(halves, nan, _mm512_set1_epi16(0x7fc0)), columns);
+    }
+  }
+}
+
+// c = a * b over kDepth k's of numbers, with sums rounded in registers. Rows of b are `step` apart, a multiple of two
+// vectors; what is behind their n columns is zero.
+template <int kDepth>
+__attribute__((target(EXTENSION_CPP_BF16))) void multiply_shallow(
+    const Factor<float>& a, const float* b, int64_t step, int64_t m, int64_t n, bfloat16* c, int64_t c_step) {
+  constexpr int kLanes = 16, kTwo = 2 * kLanes;
+  for (int64_t i = 0; i < m; ++i, c += c_step) {
+    __m512 of_a[kDepth];
+    for (int q = 0; q < kDepth; ++q) of_a[q] = _mm512_set1_ps(a.data[i * a.outer + q * a.inner]);
+    __mmask16 others = 0;
+    int64_t left = n;
+    const float* at = b;
+    bfloat16* to = c;
+#pragma GCC unroll 1
+    while (true) {
+      __m512 sums[2] = {};
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        for (int q = 0; q < kDepth; ++q) {
+          sums[v] = _mm512_fmadd_ps(of_a[q], _mm512_loadu_ps(at + q * step + v * kLanes), sums[v]);
+        }
+        others |= detail::others(sums[v]);
+      }
+      const auto halves = (__m512i)_mm512_cvtne2ps_pbh(sums[1], sums[0]);
+      // What is behind a row is that of the next.
+      if (left < kTwo && (c_step != n || (m - i) * n < kTwo)) {
+        detail::store_first(to, halves, left);
+        break;
+      }
+      _mm512_storeu_si512(to, halves);
+      if (left <= kTwo) break;
+      const int64_t next = left < 2 * kTwo ? left - kTwo : kTwo;  // Some of the last ones once more.
+      left -= next, at += next, to += next;
+    }
+    if (!others) continue;
+    for (int64_t j = 0; j < n; ++j) {
+      float sum = 0;
+      for (int q = 0; q < kDepth; ++q) sum = std::fma(a.data[i * a.outer + q * a.inner], b[q * step + j], sum);
+      store(c[j], sum);
+    }
   }
 }
 

@@ -220,7 +220,7 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
       for (int64_t p = 0; p < k; p += kDepthOfRow) body(p, std::min(p + kDepthOfRow, k));
     };
     // The sums in the last lanes of a vector: those of the others are there.
-    const auto put = [&](Lanes sums, int64_t begin, int64_t first, int64_t count) EXTENSION_CPP_INLINED {
+    const auto put = [&](const Lanes& sums, int64_t begin, int64_t first, int64_t count) EXTENSION_CPP_INLINED {
       V each[kLanes];
       std::memcpy(each, &sums, sizeof(each));
       V* const to = c.row(begin) + first;

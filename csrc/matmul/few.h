@@ -1,0 +1,121 @@
+// bfloat16 on processors that multiply pairs, of few rows: b, which is as large as all that is multiplied with it, is
+// read where it lies, as packing it takes longer than multiplying.
+#pragma once
+
+#include <array>
+
+#include "packing.h"
+
+#if defined(EXTENSION_CPP_PAIRS)
+
+namespace extension_cpp::matmul {
+
+// A panel of b has so many columns, which are kWide for each tile. So many pairs of its rows, which the first-level
+// cache holds, are multiplied with all rows of a at a time.
+constexpr int64_t kWide = 16, kPanel = 256, kPairsAtOnce = 32;
+constexpr int kFewRows = 16;  // of a strip of a
+constexpr int64_t kMostFew = 128;
+
+// For each row of a strip of a: what is at `from`, if anything is, and the products with kWide columns of b's rows, the
+// second of each pair at `second`. The sums go to `to`, or are added to what is there. Whether a number of b is
+// subnormal.
+template <int kRows>
+__attribute__((target(EXTENSION_CPP_BF16))) bool add_few(
+    int64_t depth, const Pair* a, const bfloat16* b, const bfloat16* second, int64_t b_step, const bfloat16* ahead,
+    const float* from, float* to, bool add) {
+  constexpr int kHalves = 32;
+  alignas(64) static constexpr auto kInPairs = [] {
+    std::array<uint16_t, kHalves> from{};
+    for (int i = 0; i < kHalves; ++i) from[i] = static_cast<uint16_t>(i / 2 + i % 2 * kHalves / 2);
+    return from;
+  }();
+  const __m512i in_pairs = _mm512_load_si512(kInPairs.data()), minus_one = _mm512_set1_epi16(-1);
+  const __m512i without_sign = _mm512_set1_epi16(0x7fff);
+  __m512i least = minus_one;  // of all less one: zero is the greatest
+  __m512 of[kRows];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) of[i] = from ? _mm512_load_ps(from + i * kWide) : _mm512_setzero_ps();
+  for (int64_t p = 0; p < depth; ++p) {
+    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+    const __m512i both =
+        _mm512_maskz_inserti64x4(0xff, first, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)), 1);
+    const __m512i row = _mm512_permutexvar_epi16(in_pairs, both);
+    __builtin_prefetch(ahead);
+    least = _mm512_min_epu16(least, _mm512_add_epi16(_mm512_and_si512(both, without_sign), minus_one));
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) add_pair(of[i], row, a + i);
+    a += kFewRows, b += 2 * b_step, second += 2 * b_step, ahead += 2 * b_step;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    float* const at = to + i * kWide;
+    _mm512_store_ps(at, add ? _mm512_add_ps(of[i], _mm512_load_ps(at)) : of[i]);
+  }
+  return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(0x7f)) != 0;
+}
+
+// c = a * b for up to kMostFew rows and at least kWide columns, of which b has rows, in one thread. The sums of blocks
+// of kDepth k's are added up. False if it is wrong, as numbers were taken for zero.
+template <int64_t kDepth, class C>
+bool multiply_few_pairs(
+    const Factor<bfloat16>& a, const Factor<bfloat16>& b, int64_t m, int64_t n, int64_t k, C* c, int64_t c_step) {
+  constexpr int64_t kSlice = 2 * kPairsAtOnce, kTile = kFewRows * kWide, kLine = 32, kBehind = 16;
+  constexpr bfloat16 kZeros[kWide] = {};
+  const int64_t pairs = (k + 1) / 2, strips = (m + kFewRows - 1) / kFewRows;
+  const int64_t of_strip = pairs * kFewRows, of_sums = strips * kFewRows * kPanel;
+  Scratch scratch(Scratch::bytes<Pair>(strips * of_strip + kBehind) + 2 * Scratch::bytes<float>(of_sums));
+  Pair* const packed = scratch.take<Pair>(strips * of_strip + kBehind);
+  float *const all = scratch.take<float>(of_sums), *const of_block = scratch.take<float>(of_sums);
+  for (int64_t i = 0; i < m; i += kFewRows) {
+    const Factor<bfloat16> strip{a.data + i * a.outer, a.outer, a.inner};
+    pack_strip<kFewRows, 64>(strip, std::min<int64_t>(kFewRows, m - i), k, packed + i * pairs);
+  }
+  bool wrong = has_subnormal(packed, strips * of_strip);
+  for (int64_t j = 0; j < n && !wrong; j += kPanel) {
+    const int64_t width = std::min(kPanel, n - j), tiles = (width + kWide - 1) / kWide;
+    const auto column = [&](int64_t tile) { return std::min(j + tile * kWide, n - kWide); };  // Some of them twice.
+    for (int64_t p = 0; p < k; p += kSlice) {
+      const int64_t terms = std::min(kSlice, k - p), last = terms / 2;
+      const bfloat16* const rows = b.data + p * b.inner;
+      const bfloat16* const next = p + kSlice < k ? rows + kSlice * b.inner + j : b.data + j + kPanel;
+      const bool odd = terms % 2 != 0, begins = p % kDepth == 0, ends = p + terms == k || (p + terms) % kDepth == 0;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const bfloat16 *const at = rows + column(tile), *const ahead = next + tile % 2 * b.inner + tile / 2 * kLine;
+        for (int64_t i = 0; i < m; i += kFewRows) {
+          const int64_t height = m - i, first = i * kPanel + tile * kTile;
+          auto* const add_rows = height <= 4    ? add_few<4>
+                                 : height <= 8  ? add_few<8>
+                                 : height <= 12 ? add_few<12>
+                                                : add_few<16>;
+          const Pair* const of_a = packed + i * pairs + p / 2 * kFewRows;
+          const auto add = [&](int64_t depth, const Pair* pairs, const bfloat16* row, const bfloat16* second,
+                               bool begins, bool ends) {
+            const bool add_up = ends && p >= kDepth;
+            wrong |= add_rows(
+                depth, pairs, row, second, b.inner, ahead, begins ? nullptr : of_block + first,
+                (ends ? all : of_block) + first, add_up);
+          };
+          add(last, of_a, at, at + b.inner, begins, ends && !odd);
+          if (odd) add(1, of_a + last * kFewRows, at + 2 * last * b.inner, kZeros, false, true);
+        }
+      }
+    }
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      for (int64_t i = 0; i < m; i += kFewRows) {
+        const float* const from = all + i * kPanel + tile * kTile;
+        C* const to = c + i * c_step + column(tile);
+        const int64_t height = std::min<int64_t>(kFewRows, m - i);
+        if constexpr (std::is_same_v<C, float>) {
+          for (int64_t r = 0; r < height; ++r) std::copy_n(from + r * kWide, kWide, to + r * c_step);
+        } else {
+          store_rows(to, c_step, from, kWide, height, kWide);
+        }
+      }
+    }
+  }
+  return !wrong;
+}
+
+}  // namespace extension_cpp::matmul
+
+#endif
