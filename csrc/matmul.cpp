@@ -700,7 +700,7 @@ template <class P, class T>
 bool is_few_pairs(const Factor<T>& b, int64_t m, int64_t n, int64_t k) {
 #if defined(EXTENSION_CPP_PAIRS)
   constexpr int64_t kMostPacked = 1 << 23;
-  return kTermsOf<P> > 1 && b.outer == 1 && m <= kMostFew && n >= kWide && k >= 4 * m && k <= kMostPacked / m;
+  return kTermsOf<P> > 1 && m <= kMostFew && n >= kWide && k >= 4 * m && k <= kMostPacked / m;
 #else
   return false;
 #endif
