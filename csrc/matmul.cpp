@@ -216,6 +216,13 @@ bool has_rows_of(const Factor<V>& b, int64_t k, int64_t bytes) {
   return b.outer == 1 && b.inner <= bytes / static_cast<int64_t>(sizeof(V)) / k;
 }
 
+// How many of so many rows a strip takes: strips of 14 and of 2 take longer than two of 8.
+template <class V, int kBytes>
+int64_t strip_of(int64_t rows) {
+  constexpr int64_t kMost = Blocking<V, kBytes>::kRows, kHalf = std::min<int64_t>(8, kMost);
+  return rows > kMost && rows <= 2 * kHalf ? kHalf : std::min(rows, kMost);
+}
+
 // Whether few rows of a are packed once, and not for each part of b.
 template <class V, int kBytes>
 bool is_packed_once(int64_t k) {
@@ -241,8 +248,7 @@ void multiply_few(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
     V* packed_b, V* sums) {
   using B = Blocking<V, kBytes>;
-  constexpr int64_t kHalf = std::min<int64_t>(8, B::kRows);  // Strips of 14 rows and of 2 take longer than two of 8.
-  const int64_t height = m > B::kRows && m <= 2 * kHalf ? kHalf : B::kRows, strips = (m + height - 1) / height;
+  const int64_t height = strip_of<V, kBytes>(m), strips = (m + height - 1) / height;
   const auto rows_from = [&](int64_t i) { return std::min(height, m - i * height); };
   const auto pack = [&](int64_t p0, int64_t depth, V* to) {
     for (int64_t i = 0; i < strips; ++i) {
@@ -323,15 +329,15 @@ void multiply_few(
   }
 }
 
-// A tile of kRows rows, of rows of a that are read where they lie, a_step apart, with a strip of b.
-template <class V, int kBytes, int kVectors>
+// A tile of kRows rows of a that are read where they lie, a_step apart, with a strip of b.
+template <class V, int kBytes, int kRows, int kVectors>
 void multiply_where_it_lies(
     int64_t depth, const V* a, int64_t a_step, const V* b, bool add, V* c, int64_t c_step, int64_t columns) {
   simd::run_apart<kBytes>([=] {
     using B = Blocking<V, kBytes>;
     using Lanes = Vector<V, kBytes>;
     using Anywhere = typename VectorOf<V, kBytes>::anywhere;
-    constexpr int kRows = B::kRows, kAtOnce = 4, kOfThree = (kRows + 2) / 3;
+    constexpr int kAtOnce = 4, kOfThree = (kRows + 2) / 3;
     Lanes sums[kRows][kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
@@ -382,11 +388,15 @@ void multiply_where_it_lies(
   });
 }
 
+// Rows of a tile that has one vector of columns.
+template <class V, int kBytes>
+constexpr int kTall = kBytes == 64 ? 16 : Blocking<V, kBytes>::kRows;
+
 // Whether a is read where it lies, as there are so few columns that copying it takes as long as multiplying.
 template <class V, int kBytes>
 bool is_narrow(const Factor<V>& a, int64_t m, int64_t n) {
   using B = Blocking<V, kBytes>;
-  return a.inner == 1 && n <= 2 * B::kColumns && m >= 2 * B::kRows;
+  return a.inner == 1 && n <= 2 * B::kColumns && m >= (n <= B::kLanes ? kTall<V, kBytes> : 2 * B::kRows);
 }
 
 constexpr int64_t kNarrowDepth = 4096;  // Of b, so many rows are packed at once.
@@ -412,19 +422,24 @@ void multiply_narrow(
       const Factor<V> strip{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
       pack_strip<B::kColumns, kBytes>(strip, columns, depth, packed);
     });
-    for (int64_t i = 0; i < m; i += B::kRows) {
-      const int64_t rows = std::min<int64_t>(B::kRows, m - i);
+    const int64_t height = n <= B::kLanes ? kTall<V, kBytes> : B::kRows;
+    for (int64_t i = 0, rows = 0; i < m; i += rows) {
       const V* const from = a.data + i * a.outer;
+      const bool lies = m - i >= height && !is_paged<V>(a.outer);
+      rows = lies ? height : strip_of<V, kBytes>(m - i);
       each([&](int64_t p, int64_t depth, int64_t j, int64_t columns, const V* packed) {
         V* const to = c + i * c_step + j;
-        if (rows < B::kRows || is_paged<V>(a.outer)) {
+        if (!lies) {
           if (j == 0) pack_strip<B::kRows, kBytes>(Factor<V>{from + p, a.outer, 1}, rows, depth, packed_a);
           multiply_strip<V, kBytes>(
               depth, packed_a, packed, B::kColumns, p == 0 ? Into::kEmpty : Into::kAdd, to, c_step, rows, columns);
+        } else if (n <= B::kLanes) {
+          multiply_where_it_lies<V, kBytes, kTall<V, kBytes>, 1>(
+              depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
         } else if (columns <= B::kLanes) {
-          multiply_where_it_lies<V, kBytes, 1>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
+          multiply_where_it_lies<V, kBytes, B::kRows, 1>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
         } else {
-          multiply_where_it_lies<V, kBytes, 2>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
+          multiply_where_it_lies<V, kBytes, B::kRows, 2>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
         }
       });
     }
@@ -904,7 +919,7 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   using V = decltype(load(T()));
   if (m == 1 && k > kShallow) return run_row(a, b, n, k, c);
   // Where elements are multiplied a few times, writing them takes longer.
-  const double worth_a_thread = k <= kShallow ? 64 * 64 * 16 : 64 * 64 * 64;
+  const double worth_a_thread = k <= kShallow ? 64 * 64 * 16 : 64 * 64 * 32;
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
