@@ -43,6 +43,7 @@ SHAPES = (
     (1, 32_768, 16),
 )
 GRID = (1, 16, 64, 128, 500, 1000, 2000, 4096, 8192, 32_768, 100_000)
+SMALL = 2**17  # multiply-adds, of which two cores do as many in a few microseconds
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 
 
@@ -74,9 +75,16 @@ def tolerance(dtype: torch.dtype, k: int) -> float:
 def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
     """Why the peer is faster, where it is."""
     if device == "cpu":
+        if m * k * n <= SMALL:
+            return CALL
         if min(m, n) == 1:
-            return "eight columns are read at a time, which memory gives more slowly than one after the other"
-        return "oneDNN generates code for each size, ours packs factors for tiles" if dtype == torch.bfloat16 else ""
+            return (
+                "a row's sum is eight partial sums in every layout, which few k's don't pay for, and columns are read eight "
+                "at a time, which memory gives more slowly"
+            )
+        if dtype == torch.bfloat16:
+            return "oneDNN generates code for each size, ours packs factors for tiles"
+        return "rows of a are read or packed for each tile, and few columns multiply them" if n <= 64 else ""
     if k <= 16 or min(m, n) <= 16:
         return "so few multiply-adds an element that starting and reading take most of the time"
     if dtype.itemsize == 2 and (k % 8 or n % 8):
@@ -155,6 +163,7 @@ def grid(device: str, dtype: torch.dtype) -> Grid:
         lambda m, k, n: (plain(m, k, device, dtype), plain(k, n, device, dtype)),
         fits,
         lambda m, k, n: tolerance(dtype, k),
+        partial(reason, device, dtype),
     )
 
 

@@ -215,7 +215,7 @@ def layouts(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def permuted(device: str, dtype: torch.dtype) -> Grid:
     """Tensors of all shapes, of which the other one's dimensions lie in another order."""
-    most = 2**27 if device == "cuda" else 2**22
+    most, few = 2**27 if device == "cuda" else 2**22, 2**12
 
     def inputs(a: int, b: int, c: int) -> tuple[Tensor, Tensor]:
         other = torch.randn(b, c, a, device=device).to(dtype)
@@ -231,6 +231,7 @@ def permuted(device: str, dtype: torch.dtype) -> Grid:
         ("torch.mul", torch.mul),
         inputs,
         lambda *sizes: math.prod(sizes) <= most,
+        reason=lambda *sizes: CALL if device == "cpu" and math.prod(sizes) <= few else "",
     )
 
 

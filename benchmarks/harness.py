@@ -110,6 +110,8 @@ class Grid:
     """Whether sizes are measured: not what takes too long or too much memory."""
     tolerance: Callable[..., float] = lambda *sizes: 0.0
     """How far the two results may be apart, relative to the largest."""
+    reason: Callable[..., str] = lambda *sizes: ""
+    """Why the peer is faster, where it is."""
     short: bool = False
     bytes: int = 0
     operations: int = 0
@@ -299,7 +301,7 @@ def time_in_turn(calls: dict[str, Callable[[], object]], device: str, clock: Clo
 
 def measure_grid(grid: Grid, clock: Clock) -> dict:
     """A record of all cells: their times in the order of the axes, the last of which is the fastest; None where a size
-    isn't measured."""
+    isn't measured. And of those where the peer is faster, by the reason that the grid declares."""
     named, peer = grid.peer
     cells = list(itertools.product(grid.values, repeat=len(grid.axes)))
     times: dict[tuple[int, ...], list[float]] = {}
@@ -323,7 +325,12 @@ def measure_grid(grid: Grid, clock: Clock) -> dict:
     described = {"op": grid.op, "case": grid.name, "workload": "grid", "dtype": dtype_name(grid.dtype), "bytes": 0}
     described |= {"operations": 0, "unit": "s", "contender": named}
     ours, theirs = ([times[sizes][which] if sizes in times else None for sizes in cells] for which in (0, 1))
-    return described | {"axes": grid.axes, "values": grid.values, "ours": ours, "theirs": theirs}
+    reasons: dict[str, list[tuple[int, ...]]] = {}
+    for sizes, (our_time, peer_time) in times.items():
+        if peer_time < our_time and (reason := grid.reason(*sizes)):
+            reasons.setdefault(reason, []).append(sizes)
+    measured = {"ours": ours, "theirs": theirs, "reasons": reasons}
+    return described | {"axes": grid.axes, "values": grid.values, **measured}
 
 
 def measure(case: Case | Grid, clock: Clock = time.perf_counter) -> list[dict]:

@@ -53,10 +53,25 @@ class Map:
     def mean(self) -> float:
         return statistics.geometric_mean(self.ratios.values())
 
+    def place(self, sizes: tuple[int, ...]) -> str:
+        return ", ".join(f"{axis} {size:,}" for axis, size in zip(self.record["axes"], sizes))
+
     @property
     def worst(self) -> tuple[str, float]:
         sizes, ratio = min(self.ratios.items(), key=lambda item: item[1])
-        return ", ".join(f"{axis} {size:,}" for axis, size in zip(self.record["axes"], sizes)), ratio
+        return self.place(sizes), ratio
+
+    @property
+    def reasons(self) -> list[tuple[str, list[tuple[str, float]]]]:
+        """Each reason that is declared for cells that are below, and those from the worst on; no reason is the last."""
+        below = {
+            sizes: ratio for sizes, ratio in sorted(self.ratios.items(), key=lambda item: item[1]) if ratio < BEHIND
+        }
+        reason_of = {tuple(sizes): why for why, cells in self.record.get("reasons", {}).items() for sizes in cells}
+        found: dict[str, list[tuple[str, float]]] = {}
+        for sizes, ratio in below.items():
+            found.setdefault(reason_of.get(sizes, ""), []).append((self.place(sizes), ratio))
+        return sorted(found.items(), key=lambda item: (not item[0], -len(item[1])))
 
 
 @dataclass

@@ -506,8 +506,6 @@ void multiply_shallow(
   }(std::make_integer_sequence<int, kShallow>());
 }
 
-constexpr int64_t kFewTerms = 64;
-
 // c = a * b, of m by n sums over k, in one thread. False if it is wrong, as numbers were taken for zero. Tiles of
 // halves are sums that are stored at once, for which k must be one block.
 template <int kBytes, class T, class P, class V>
@@ -524,6 +522,7 @@ bool multiply(
   const auto lies = [&](int64_t rows) { return narrow && rows >= B::kRows; };
   // Of few k's, c is written along its rows, with all strips of b that the second-level cache holds, as that takes the
   // most time. Else, of rows of b, what several strips take is read at once.
+  constexpr int64_t kFewTerms = 64;
   const bool along = k <= kFewTerms;
   const int64_t at_once =
       along ? kInL2 / static_cast<int64_t>(sizeof(P)) / ((k + kTerms - 1) / kTerms) / B::kColumns * B::kColumns
@@ -598,13 +597,13 @@ bool multiply(
               store_rows(to, c_step, tile, B::kColumns, rows, columns);
             }
           };
-          if (along) {
-            for (int64_t i = 0; i < height; i += B::kRows) {
-              for (int64_t j = first; j < end; j += B::kColumns) multiply_at(i, j);
-            }
-          } else {
-            for (int64_t j = first; j < end; j += B::kColumns) {
-              for (int64_t i = 0; i < height; i += B::kRows) multiply_at(i, j);
+          // A row of tiles after the other, or a column.
+          const int64_t rows_at_once = along ? B::kRows : height, columns_at_once = along ? end - first : B::kColumns;
+          for (int64_t left = first; left < end; left += columns_at_once) {
+            for (int64_t top = 0; top < height; top += rows_at_once) {
+              for (int64_t j = left; j < std::min(left + columns_at_once, end); j += B::kColumns) {
+                for (int64_t i = top; i < std::min(top + rows_at_once, height); i += B::kRows) multiply_at(i, j);
+              }
             }
           }
         }
@@ -780,7 +779,7 @@ Factor<float> numbers_of(const Factor<T>& from, int64_t rows, int64_t k, float* 
 #if defined(EXTENSION_CPP_PAIRS)
 
 // The same on processors that round to bfloat16.
-inline void multiply_and_round(
+void multiply_and_round(
     const Factor<bfloat16>& a, const Factor<bfloat16>& b, int64_t m, int64_t n, int64_t k, bfloat16* c,
     int64_t c_step) {
   constexpr int64_t kAtOnce = 4096, kVectors = 32;  // numbers of a factor, and those that two vectors have

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import records
 from benchmarks.records import BEHIND, ROOT, Results, best_peer
-from benchmarks.report import overview, pictures
+from benchmarks.report import overview, pictures, words
 from benchmarks.report.words import describe, readable, times
 
 PICTURES = Path("benchmarks/pictures")
@@ -129,6 +129,13 @@ def grids(found: list[Results]) -> str:
         numbers = f"{len(each.ratios):,}", times(each.mean), times(ratio), place, str(each.below)
         where = results.header["machine"], f"{', '.join(each.record['axes'])}, {each.record['dtype']}"
         text += row(f"`{each.record['op']}`", *where, *numbers)
+    said = [
+        f"- `{each.record['op']}`, {each.record['case']}, on {results.header['machine']}: {line}\n"
+        for results, each in mapped
+        if "reasons" in each.record  # Earlier results have none.
+        for line in words.reasons(each)
+    ]
+    text += "".join(["\n", *said] if said else [])
     for op in mapped_operators(found):
         text += "\n" + picture(f"{op}-grid", f"{op}: where a peer is faster", PICTURES.parent)
     return text

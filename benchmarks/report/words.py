@@ -56,13 +56,24 @@ def summary(grid: Map) -> str:
     return f"{below}, geometric mean {times(grid.mean)}, worst {times(worst)} at {place}"
 
 
+def reasons(grid: Map) -> list[str]:
+    """A line for each reason why cells are below, with how many they are and the worst of them."""
+    lines = []
+    for reason, cells in grid.reasons:
+        place, worst = cells[0]
+        count = f"{len(cells)} {'cell' if len(cells) == 1 else 'cells'}, the worst {times(worst)} at {place}"
+        lines.append(f"{count}: {reason or 'no reason is declared'}")
+    return lines
+
+
 def grids(found: list[Results]) -> list[str]:
-    """A line for each grid."""
-    return [
-        f"{each.record['op']}: {each.record['case']} on {results.header['machine']}: {summary(each)}"
-        for results in found
-        for each in results.grids()
-    ]
+    """A line for each grid, and below it one for each reason."""
+    lines = []
+    for results in found:
+        for each in results.grids():
+            where = f"{each.record['op']}: {each.record['case']} on {results.header['machine']}"
+            lines += [f"{where}: {summary(each)}", *(f"  {line}" for line in reasons(each))]
+    return lines
 
 
 def table(results: Results) -> Table:

@@ -42,20 +42,24 @@ inline Level level() {
 namespace detail {
 
 // `flatten` inlines all that body calls, and so compiles it again for these instructions. `noinline` is for run_apart:
-// other callers are compiled for the baseline, where this can't be inlined.
-template <class Body>
-__attribute__((target("avx2,fma,f16c"), flatten, noinline)) void run_avx2(const Body& body) {
-  body();
-}
-#ifdef __clang__  // It ignores a target with a part that it doesn't know.
+// other callers are compiled for the baseline, where this can't be inlined. `noclone`, as another copy for an argument
+// that is a constant is as much code once more.
+#ifdef __clang__  // It makes no copies, and ignores a target with a part that it doesn't know.
+#define EXTENSION_CPP_APART flatten, noinline
 #define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 #else
+#define EXTENSION_CPP_APART flatten, noinline, noclone
 #define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512"
 #endif
 template <class Body>
-__attribute__((target(EXTENSION_CPP_AVX512), flatten, noinline)) void run_avx512(const Body& body) {
+__attribute__((target("avx2,fma,f16c"), EXTENSION_CPP_APART)) void run_avx2(const Body& body) {
   body();
 }
+template <class Body>
+__attribute__((target(EXTENSION_CPP_AVX512), EXTENSION_CPP_APART)) void run_avx512(const Body& body) {
+  body();
+}
+#undef EXTENSION_CPP_APART
 #undef EXTENSION_CPP_AVX512
 
 }  // namespace detail

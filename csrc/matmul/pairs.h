@@ -122,20 +122,31 @@ __attribute__((target(EXTENSION_CPP_BF16))) void multiply_pairs(
     for (int i = 0; kLies && i < kOfThree; ++i) at[i] += 2;
     if (!kLies) a += kStrip;
   }
+  if constexpr (std::is_same_v<C, float>) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-    if (i >= rows) break;
-    if constexpr (std::is_same_v<C, float>) {
+    for (int i = 0; i < kRows; ++i) {
       for (int v = 0; v < kVectors; ++v) {
         float* const to = c + i * c_step + v * kLanes;
         _mm512_storeu_ps(to, add ? _mm512_add_ps(of[i][v], _mm512_loadu_ps(to)) : of[i][v]);
       }
-    } else {
+    }
+  } else {
+    alignas(64) bfloat16 edge[kRows][2 * kLanes];
+    const bool whole = rows == kRows && columns == kVectors * kLanes;
+    C* const to = whole ? c : edge[0];
+    const int64_t step = whole ? c_step : 2 * kLanes;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
       // No sum is subnormal, as the instruction takes such for zero. All NaN are the same.
       const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(of[i][kVectors - 1], of[i][0]);
       const __m512i magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
       const __mmask32 nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7f80));
-      detail::store_first(c + i * c_step, _mm512_mask_mov_epi16(halves, nan, _mm512_set1_epi16(0x7fc0)), columns);
+      const __m512i stored = _mm512_mask_mov_epi16(halves, nan, _mm512_set1_epi16(0x7fc0));
+      std::memcpy(to + i * step, &stored, kVectors * kLanes * sizeof(C));
+    }
+#pragma GCC unroll 1
+    for (int64_t i = 0; !whole && i < rows; ++i) {
+      detail::store_first(c + i * c_step, _mm512_load_si512(edge[i]), columns);
     }
   }
 }

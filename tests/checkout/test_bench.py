@@ -82,6 +82,7 @@ def grid(clock: Clock, ours: float, peer: Callable[[int, int], float], wrong: bo
         ("peer", lambda m, n: clock.taking(peer(int(m), int(n)), torch.add)(m, n)),
         lambda m, n: (torch.tensor([float(m)]), torch.tensor([float(n)])),
         lambda m, n: m * n < 400,
+        reason=lambda m, n: "Physics." if n > m else "",
     )
 
 
@@ -139,6 +140,7 @@ class TestHarness:
         assert of_all.ratios == pytest.approx({(1, 1): 1.5, (1, 20): 0.5, (20, 1): 1.5})
         assert of_all.below == 1 and of_all.worst == ("M 1, N 20", pytest.approx(0.5))
         assert of_all.mean == pytest.approx((1.5 * 1.5 * 0.5) ** (1 / 3))
+        assert of_all.reasons == [("Physics.", [("M 1, N 20", pytest.approx(0.5))])]
         assert Results({}, [found]).cases() == {}
 
     def test_a_grid_of_wrong_results(self, clock):
@@ -305,6 +307,7 @@ class TestCommand:
         assert (
             counted in said and "1 of 3 cells below 0.95 of peer, geometric mean 1.04, worst 0.50 at M 1, N 20" in said
         )
+        assert "1 cell, the worst 0.50 at M 1, N 20: Physics." in said
 
     def test_compares_with_a_commit(self, run, clock, monkeypatch, capsys):
         ours = {"op": "op", "case": "forward", "contender": OURS}

@@ -104,6 +104,12 @@ def test_a_grid():
     shapes = re.findall(r'clip-path="[^"]*" style="fill: #\w+', picture)
     assert len(shapes) == len(pictures.CLASSES), "a shape for each class of ratios"
     assert report.grids([records.Results({"machine": "here"}, [])]) == ""
+    record["reasons"] = {"Physics.": [[1, 1, 1000], [1, 1000, 1000], [1, 1, 1]]}
+    assert (
+        "\n- `a`, a grid, on here: 2 cells, the worst 0.50 at M 1, K 1,000, N 1,000: Physics.\n"
+        "- `a`, a grid, on here: 1 cell, the worst 0.85 at M 1, K 1,000, N 1: no reason is declared\n"
+        in report.grids([found])
+    )
 
 
 def test_the_leading_machine_is_that_of_most_results():
