@@ -44,6 +44,7 @@ SHAPES = (
 )
 GRID = (1, 16, 64, 128, 500, 1000, 2000, 4096, 8192, 32_768, 100_000)
 SMALL = 2**17  # multiply-adds, of which two cores do as many in a few microseconds
+FEW = "so few multiply-adds an element that starting and reading take most of the time"
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
 
 
@@ -84,9 +85,11 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
             )
         if dtype == torch.bfloat16:
             return "oneDNN generates code for each size, ours packs factors for tiles"
-        return "rows of a are read or packed for each tile, and few columns multiply them" if n <= 64 else ""
+        if n <= 64 < k:
+            return "rows of a are read or packed for each tile, and few columns multiply them"
+        return FEW if k <= 16 else ""
     if k <= 16 or min(m, n) <= 16:
-        return "so few multiply-adds an element that starting and reading take most of the time"
+        return FEW
     if dtype.itemsize == 2 and (k % 8 or n % 8):
         return "rows that don't begin at a multiple of 16 bytes are read in small pieces or copied first"
     if dtype.itemsize == 2 and n * dtype.itemsize % 128:
