@@ -709,23 +709,12 @@ void multiply_part(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n,
   simd::run_for_width([&]<int kBytes>() { multiply_numbers<kBytes>(a, b, m, n, k, c, c_step); });
 }
 
-// Whether pairs of b are read where they lie: a, of few rows, is packed as a whole.
-template <class P, class T>
-bool is_few_pairs(const Factor<T>& b, int64_t m, int64_t n, int64_t k) {
-#if defined(EXTENSION_CPP_PAIRS)
-  constexpr int64_t kMostPacked = 1 << 23;
-  return kTermsOf<P> > 1 && m <= kMostFew && n >= kWide && k >= 4 * m && k <= kMostPacked / m;
-#else
-  return false;
-#endif
-}
-
 // c = a * b of halves that are packed as P, in one thread. False if it is wrong, as numbers were taken for zero.
 template <class P, class T, class C>
 bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, C* c, int64_t c_step) {
 #if defined(EXTENSION_CPP_PAIRS)
   if constexpr (kTermsOf<P> > 1) {
-    if (is_few_pairs<P>(b, m, n, k)) return multiply_few_pairs<kDepthOf<P>>(a, b, m, n, k, c, c_step);
+    if (is_few_pairs(m, n, k)) return multiply_few_pairs<kDepthOf<P>>(a, b, m, n, k, c, c_step);
   }
 #endif
   bool right = false;
@@ -737,7 +726,8 @@ bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t 
 // The same for any k, of which the sums of blocks are added up before they are halves.
 template <class P, class T>
 bool multiply_halves(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
-  if (k <= kDepthOf<P> || is_few_pairs<P>(b, m, n, k)) return multiply_packed<P>(a, b, m, n, k, c, c_step);
+  if (k <= kDepthOf<P> || (kTermsOf<P> > 1 && is_few_pairs(m, n, k)))
+    return multiply_packed<P>(a, b, m, n, k, c, c_step);
   // b is packed once for so many rows, which are whole tiles of any height.
   constexpr int64_t kHeight = 2016, kWidth = 2048, kTileHeights = 84, kTileWidth = 64;
   const int64_t height = part_of(m, kHeight, kTileHeights), width = part_of(n, kWidth, kTileWidth);

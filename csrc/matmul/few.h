@@ -1,12 +1,10 @@
-// bfloat16 on processors that multiply pairs, of few rows: b, which is as large as all that is multiplied with it, is
-// read where it lies, as packing it takes longer than multiplying.
+// bfloat16 on processors that multiply pairs, of few rows: b is as large as all that is multiplied with it, so that
+// packing it takes longer than multiplying. It is read where it lies, or, if not in rows, packed a tile at a time.
 #pragma once
 
 #include <array>
 
 #include "packing.h"
-
-#if defined(EXTENSION_CPP_PAIRS)
 
 namespace extension_cpp::matmul {
 
@@ -14,7 +12,14 @@ namespace extension_cpp::matmul {
 // cache holds, are multiplied with all rows of a at a time.
 constexpr int64_t kWide = 16, kPanel = 256, kPairsAtOnce = 32;
 constexpr int kFewRows = 16;  // of a strip of a
-constexpr int64_t kMostFew = 128;
+
+// Whether b isn't packed as a whole, but a is.
+constexpr bool is_few_pairs(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kMostRows = 128, kMostPacked = 1 << 23;
+  return m <= kMostRows && n >= kWide && k >= 4 * m && k <= kMostPacked / m;
+}
+
+#if defined(EXTENSION_CPP_PAIRS)
 
 // How the numbers of two rows of b become pairs: from rows next to each other, or already so.
 struct Order {
@@ -63,7 +68,7 @@ __attribute__((target(EXTENSION_CPP_BF16))) bool add_few(
   return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(0x7f)) != 0;
 }
 
-// c = a * b for up to kMostFew rows and at least kWide columns, in one thread. Of b, rows are read where they lie; else
+// c = a * b in one thread, where is_few_pairs. Of b, rows are read where they lie; else
 // a tile is packed right before its products. The sums of blocks of kDepth k's are added up. False if it is wrong, as
 // numbers were taken for zero.
 template <int64_t kDepth, class C>
@@ -136,6 +141,6 @@ bool multiply_few_pairs(
   return !wrong;
 }
 
-}  // namespace extension_cpp::matmul
-
 #endif
+
+}  // namespace extension_cpp::matmul

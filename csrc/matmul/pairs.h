@@ -85,8 +85,8 @@ __attribute__((target(EXTENSION_CPP_BF16))) inline void add_pair(__m512& sums, _
 }
 
 // Row i of c: the sums of the products of row i of a, which are side by side in a strip of kStrip, or where kLies,
-// a_step elements apart where they lie, with those of kVectors of b's two vectors. In float32 they may be added to
-// those in c; as bfloat16 it is the first columns.
+// a_step elements apart where they lie, with those of kVectors of b's two vectors. All kRows in float32, where they may
+// be added to what is there; or the first rows and columns in bfloat16.
 template <int kRows, int kStrip, int kVectors, bool kLies, class C>
 __attribute__((target(EXTENSION_CPP_BF16))) void multiply_pairs(
     int64_t depth, const Pair* a, int64_t a_step, const Pair* b, C* c, int64_t c_step, int64_t rows, int64_t columns,
