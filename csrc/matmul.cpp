@@ -726,8 +726,8 @@ bool multiply_packed(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t 
 // The same for any k, of which the sums of blocks are added up before they are halves.
 template <class P, class T>
 bool multiply_halves(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, T* c, int64_t c_step) {
-  if (k <= kDepthOf<P> || (kTermsOf<P> > 1 && is_few_pairs(m, n, k)))
-    return multiply_packed<P>(a, b, m, n, k, c, c_step);
+  const bool at_once = k <= kDepthOf<P> || (kTermsOf<P> > 1 && is_few_pairs(m, n, k));
+  if (at_once) return multiply_packed<P>(a, b, m, n, k, c, c_step);
   // b is packed once for so many rows, which are whole tiles of any height.
   constexpr int64_t kHeight = 2016, kWidth = 2048, kTileHeights = 84, kTileWidth = 64;
   const int64_t height = part_of(m, kHeight, kTileHeights), width = part_of(n, kWidth, kTileWidth);

@@ -68,9 +68,8 @@ __attribute__((target(EXTENSION_CPP_BF16))) bool add_few(
   return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(0x7f)) != 0;
 }
 
-// c = a * b in one thread, where is_few_pairs. Of b, rows are read where they lie; else
-// a tile is packed right before its products. The sums of blocks of kDepth k's are added up. False if it is wrong, as
-// numbers were taken for zero.
+// c = a * b in one thread, where is_few_pairs. Of b, rows are read where they lie; else a tile is packed right before
+// its products. The sums of blocks of kDepth k's are added up. False if it is wrong, as numbers were taken for zero.
 template <int64_t kDepth, class C>
 bool multiply_few_pairs(
     const Factor<bfloat16>& a, const Factor<bfloat16>& b, int64_t m, int64_t n, int64_t k, C* c, int64_t c_step) {
@@ -97,9 +96,8 @@ bool multiply_few_pairs(
       const bfloat16* const next = p + kSlice < k ? b.data + (p + kSlice) * b.inner + j : b.data + j + kPanel;
       const bool odd = terms % 2 != 0, begins = p % kDepth == 0, ends = p + terms == k || (p + terms) % kDepth == 0;
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        const bfloat16 *const at = b.data + column(tile) * b.outer + p * b.inner, *const ahead = next +
-                                                                                                 tile % 2 * b.inner +
-                                                                                                 tile / 2 * kLine;
+        const bfloat16* const at = b.data + column(tile) * b.outer + p * b.inner;
+        const bfloat16* const ahead = next + tile % 2 * b.inner + tile / 2 * kLine;
         if (!lies) pack_strip<kWide, 64>(Factor<bfloat16>{at, b.outer, b.inner}, kWide, terms, packed_b);
         for (int64_t i = 0; i < m; i += kFewRows) {
           const int64_t height = m - i, first = i * panel + tile * kTile;
