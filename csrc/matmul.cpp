@@ -144,16 +144,21 @@ template <class P, int kBytes, class Body>
   }
 }
 
-// The same for a strip of a of as many rows as there are, and of b of as many columns. Compiled apart, as all tiles
-// take much code.
+// The same for a strip of a of as many rows as there are, and as many strips of b, b_next apart, as columns take.
+// Compiled apart, as all tiles take much code.
 template <class V, int kBytes, class P>
-void multiply_strip(
-    int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
-    int64_t columns) {
+void multiply_strips(
+    int64_t depth, const P* a, const P* b, int64_t b_step, int64_t b_next, Into into, V* c, int64_t c_step,
+    int64_t rows, int64_t columns) {
   simd::run_apart<kBytes>([=] {
-    for_tile<P, kBytes>(rows, columns, [=]<int kRows, int kVectors>() EXTENSION_CPP_INLINED {
-      multiply_tile<V, kBytes, kRows, kVectors>(depth, a, b, b_step, into, c, c_step, rows, columns);
-    });
+    constexpr int64_t kColumns = Blocking<P, kBytes>::kColumns;
+    const P* strip = b;
+    for (int64_t j = 0; j < columns; j += kColumns, strip += b_next) {
+      const int64_t width = std::min(kColumns, columns - j);
+      for_tile<P, kBytes>(rows, width, [=]<int kRows, int kVectors>() EXTENSION_CPP_INLINED {
+        multiply_tile<V, kBytes, kRows, kVectors>(depth, a, strip, b_step, into, c + j, c_step, rows, width);
+      });
+    }
   });
 }
 
@@ -200,6 +205,7 @@ void multiply_pairs_once(
 
 #endif
 
+constexpr int64_t kFewTerms = 64;                   // terms of sums that take as long to write as to add up
 constexpr int64_t kFewColumns = 2048, kSlice = 16;  // columns, and rows, of b that are read at a time
 
 constexpr int64_t kInL2 = 128 * 1024;  // Bytes of b that stay there.
@@ -260,9 +266,9 @@ void multiply_few(
                             int64_t b_step, Into into, V* into_c, int64_t step, int64_t columns, int64_t first,
                             int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      multiply_strip<V, kBytes>(
-          to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, into, into_c + i * height * step, step,
-          rows_from(i), columns);
+      multiply_strips<V, kBytes>(
+          to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, B::kColumns, into,
+          into_c + i * height * step, step, rows_from(i), columns);
     }
   };
   const auto strip_of_b = [&](int64_t p, int64_t j) {
@@ -301,12 +307,13 @@ void multiply_few(
       for (int64_t p = 0; p < depth; p += most) {
         const int64_t slice = std::min(most, depth - p);
         // Of few k's, a strip of rows is multiplied with all columns, as c is written to fewer pages at a time.
-        const int64_t at_once = depth <= kSlice ? 1 : strips;
+        const int64_t at_once = depth <= (cached ? kFewTerms : kSlice) ? 1 : strips;
         for (int64_t i = 0; i < strips; i += at_once) {
-          for (int64_t j = 0; j < width; j += B::kColumns) {
-            const int64_t columns = std::min<int64_t>(B::kColumns, width - j);
+          const int64_t whole = width / B::kColumns * B::kColumns;
+          for (int64_t j = 0, columns = 0; j < width; j += columns) {
+            columns = at_once == 1 && cached && j < whole ? whole - j : std::min<int64_t>(B::kColumns, width - j);
             const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
-            const bool in_place = columns == B::kColumns || columns == B::kLanes;
+            const bool in_place = columns % B::kColumns == 0 || columns == B::kLanes;
             if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
             // Several rows at a time are too many for the processor to see that each is read in order.
             const bool ends = p0 + p + slice == k;
@@ -392,14 +399,24 @@ void multiply_where_it_lies(
 template <class V, int kBytes>
 constexpr int kTall = kBytes == 64 ? 16 : Blocking<V, kBytes>::kRows;
 
+constexpr int64_t kNarrowBytes = 512;  // Of a row of b: with vectors of 32 bytes, so many columns are few, too.
+
 // Whether a is read where it lies, as there are so few columns that copying it takes as long as multiplying.
 template <class V, int kBytes>
 bool is_narrow(const Factor<V>& a, int64_t m, int64_t n) {
   using B = Blocking<V, kBytes>;
-  return a.inner == 1 && n <= 2 * B::kColumns && m >= (n <= B::kLanes ? kTall<V, kBytes> : 2 * B::kRows);
+  if (a.inner != 1) return false;
+  if (n <= B::kLanes) return m >= kTall<V, kBytes>;
+  if (n <= 2 * B::kColumns) return m >= 2 * B::kRows;
+  return kBytes == 32 && n * static_cast<int64_t>(sizeof(V)) <= kNarrowBytes && m >= n * 3 / 4;
 }
 
-constexpr int64_t kNarrowDepth = 4096;  // Of b, so many rows are packed at once.
+// Of b, so many rows are packed at once, which the second-level cache holds.
+template <class V>
+int64_t narrow_depth(int64_t n) {
+  constexpr int64_t kBlock = Blocking<V, 16>::kDepth, kMost = 262'144 / sizeof(V);
+  return std::max(kMost / n / kBlock * kBlock, kBlock);
+}
 
 // c = a * b for few columns, in one thread.
 template <int kBytes, class V>
@@ -407,8 +424,9 @@ void multiply_narrow(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
     V* packed_b) {
   using B = Blocking<V, kBytes>;
-  for (int64_t k0 = 0; k0 < k; k0 += kNarrowDepth) {
-    const int64_t end = std::min(k0 + kNarrowDepth, k), width = round_up(n, B::kColumns);
+  const int64_t most_depth = narrow_depth<V>(n);
+  for (int64_t k0 = 0; k0 < k; k0 += most_depth) {
+    const int64_t end = std::min(k0 + most_depth, k), width = round_up(n, B::kColumns);
     // For each kDepth of k, and each strip of b in it.
     const auto each = [&](const auto& body) {
       for (int64_t p = k0; p < end; p += B::kDepth) {
@@ -423,16 +441,20 @@ void multiply_narrow(
       pack_strip<B::kColumns, kBytes>(strip, columns, depth, packed);
     });
     const int64_t height = n <= B::kLanes ? kTall<V, kBytes> : B::kRows;
+    const bool lies = height <= 8 || !is_paged<V>(a.outer);  // A set of the first-level cache has eight lines.
+    // Some of the last rows are computed twice, where it is from the beginning.
+    const bool overlaps = lies && m >= height && k <= most_depth;
     for (int64_t i = 0, rows = 0; i < m; i += rows) {
+      if (overlaps) i = std::min(i, m - height);
+      const bool whole = lies && m - i >= height;
+      rows = whole ? height : strip_of<V, kBytes>(m - i);
       const V* const from = a.data + i * a.outer;
-      const bool lies = m - i >= height && !is_paged<V>(a.outer);
-      rows = lies ? height : strip_of<V, kBytes>(m - i);
       each([&](int64_t p, int64_t depth, int64_t j, int64_t columns, const V* packed) {
         V* const to = c + i * c_step + j;
-        if (!lies) {
+        if (!whole) {
           if (j == 0) pack_strip<B::kRows, kBytes>(Factor<V>{from + p, a.outer, 1}, rows, depth, packed_a);
-          multiply_strip<V, kBytes>(
-              depth, packed_a, packed, B::kColumns, p == 0 ? Into::kEmpty : Into::kAdd, to, c_step, rows, columns);
+          multiply_strips<V, kBytes>(
+              depth, packed_a, packed, B::kColumns, 0, p == 0 ? Into::kEmpty : Into::kAdd, to, c_step, rows, columns);
         } else if (n <= B::kLanes) {
           multiply_where_it_lies<V, kBytes, kTall<V, kBytes>, 1>(
               depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
@@ -522,7 +544,6 @@ bool multiply(
   const auto lies = [&](int64_t rows) { return narrow && rows >= B::kRows; };
   // Of few k's, c is written along its rows, with all strips of b that the second-level cache holds, as that takes the
   // most time. Else, of rows of b, what several strips take is read at once.
-  constexpr int64_t kFewTerms = 64;
   const bool along = k <= kFewTerms;
   const int64_t at_once =
       along ? kInL2 / static_cast<int64_t>(sizeof(P)) / ((k + kTerms - 1) / kTerms) / B::kColumns * B::kColumns
@@ -566,9 +587,11 @@ bool multiply(
               right = right && !has_subnormal(packed_strips, round_up(end - first, B::kColumns) * depth);
             }
           }
+          const bool whole_rows = along && std::is_same_v<V, Sum> && kTerms == 1;
+          const int64_t columns_together = whole_rows ? end - first : B::kColumns;
           const auto multiply_at = [&](int64_t i, int64_t j) {
             const P* const packed = packed_strips + (j - first) * depth;
-            const int64_t columns = std::min<int64_t>(B::kColumns, end - j);
+            const int64_t columns = std::min(columns_together, end - j);
             const int64_t rows = std::min<int64_t>(B::kRows, height - i);
             V* const to = c + (i0 + i) * c_step + j0 + j;
             const T* const lying = lies(rows) ? a.data + (i0 + i) * a.outer + p0 : nullptr;
@@ -581,8 +604,8 @@ bool multiply(
                 }
               }
 #endif
-              multiply_strip<Sum, kBytes>(
-                  depth, packed_a + i * depth, packed, B::kColumns, into, to, step, rows, columns);
+              multiply_strips<Sum, kBytes>(
+                  depth, packed_a + i * depth, packed, B::kColumns, depth * B::kColumns, into, to, step, rows, columns);
             };
             if constexpr (std::is_same_v<V, Sum>) {
               multiply(p0 == 0 ? Into::kEmpty : Into::kAdd, to, c_step);
@@ -601,7 +624,7 @@ bool multiply(
           const int64_t rows_at_once = along ? B::kRows : height, columns_at_once = along ? end - first : B::kColumns;
           for (int64_t left = first; left < end; left += columns_at_once) {
             for (int64_t top = 0; top < height; top += rows_at_once) {
-              for (int64_t j = left; j < std::min(left + columns_at_once, end); j += B::kColumns) {
+              for (int64_t j = left; j < std::min(left + columns_at_once, end); j += columns_together) {
                 for (int64_t i = top; i < std::min(top + rows_at_once, height); i += B::kRows) multiply_at(i, j);
               }
             }
@@ -647,7 +670,7 @@ void multiply_numbers(const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t
   if constexpr (kBytes > 16) {
     if (is_narrow<V, kBytes>(a, m, n)) {
       const int64_t of_rows = B::kRows * depth + kBehind;
-      const int64_t of_columns = round_up(n, B::kColumns) * std::min(kNarrowDepth, k) + kBehind;
+      const int64_t of_columns = round_up(n, B::kColumns) * std::min(narrow_depth<V>(n), k) + kBehind;
       Scratch scratch(Scratch::bytes<V>(of_rows) + Scratch::bytes<V>(of_columns));
       V *const packed_a = scratch.take<V>(of_rows), *const packed_b = scratch.take<V>(of_columns);
       multiply_narrow<kBytes>(a, b, m, n, k, c, c_step, packed_a, packed_b);
@@ -678,10 +701,12 @@ struct Part {
   Part(int64_t m, int64_t n, int64_t parts_m, int64_t parts_n, int64_t unit)
       : rows(round_up((m + parts_m - 1) / parts_m, 16)), columns(round_up((n + parts_n - 1) / parts_n, unit)) {}
 
-  // What it takes for each of k, in multiply-adds: to pack an element takes as long as some of them.
-  int64_t cost() const {
-    constexpr int64_t kPacking = 16;
-    return rows * columns + kPacking * (rows + columns);
+  // What it takes for each of k, in multiply-adds: to pack an element takes as long as some of them. Of up to `narrow`
+  // columns, a is read where it lies.
+  int64_t cost(int64_t narrow) const {
+    constexpr int64_t kPacking = 16, kReading = 4;
+    const bool lies = columns <= narrow && rows >= columns * 3 / 4;
+    return rows * columns + kPacking * columns + (lies ? kReading : kPacking) * rows;
   }
 
   int64_t rows, columns;
@@ -689,9 +714,10 @@ struct Part {
 
 // Into how many parts to cut rows and columns for `threads` threads: each part packs what it needs by itself. Rows if
 // columns gain little, as parts of a row end within lines of the cache, for which threads would wait.
-std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit) {
+std::array<int64_t, 2> cut(int64_t m, int64_t n, int64_t threads, int64_t unit, int64_t narrow) {
   const auto cost = [&](int64_t rows) {
-    return threads % rows == 0 ? Part(m, n, rows, threads / rows, unit).cost() : std::numeric_limits<int64_t>::max();
+    return threads % rows == 0 ? Part(m, n, rows, threads / rows, unit).cost(narrow)
+                               : std::numeric_limits<int64_t>::max();
   };
   int64_t best = threads;
   for (int64_t rows = threads; rows > 0; --rows) {
@@ -912,8 +938,10 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(work / worth_a_thread, 1, torch::stable::get_num_threads()));
-  const int64_t unit = b.outer == 1 ? 64 : 32;  // Whole lines, of which a thread that reads b along rows takes several.
-  const auto [parts_m, parts_n] = cut(m, n, threads, unit);
+  const int64_t narrow = a.inner == 1 && std::is_same_v<T, V> ? kNarrowBytes / sizeof(T) : 0;
+  // Whole lines, of which a thread that reads b along rows takes several if there are many.
+  const int64_t unit = b.outer == 1 && n > 2 * narrow ? 64 : 32;
+  const auto [parts_m, parts_n] = cut(m, n, threads, unit, narrow);
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
   const bool idle = ((m + rows - 1) / rows) * ((n + columns - 1) / columns) < threads;
   const bool in_blocks = idle && k >= 4 * kDepthOf<V> && m * n >= 8 && m * n <= kInBlocks;

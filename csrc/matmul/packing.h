@@ -150,15 +150,26 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
     if (from.outer == 1) {
       // What lies between two rows is read too, as nothing depends on it: but subnormal pairs would be noticed.
       const int64_t last = kTerms == 1 && terms > 0 ? (terms - 1) * from.inner + rows : 0;
-      for (; done < whole; ++done) {
-        const T* const row = from.data + done * kTerms * from.inner;
-        V* const at = to + done * kStrip;
-        if (rows == kStrip || done * from.inner + kStrip <= last) {
-          Packed::template ones<kStrip>(row, from.inner, at);
+      int64_t reads = rows == kStrip ? whole : 0;
+      if (rows < kStrip && last >= kStrip) reads = std::min((last - kStrip) / from.inner + 1, whole);
+      const int64_t step = kTerms * from.inner;
+      const T* row = from.data;
+      V* at = to;
+      for (; done < reads; ++done, row += step, at += kStrip) {
+        using Anywhere = typename VectorOf<V, kBytes>::anywhere;
+        constexpr int kOfRow = kStrip * sizeof(V) / sizeof(Anywhere);
+        if constexpr (std::is_same_v<T, V> && kOfRow * sizeof(Anywhere) == kStrip * sizeof(V)) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kOfRow; ++v) {
+            reinterpret_cast<Anywhere*>(at)[v] = reinterpret_cast<const Anywhere*>(row)[v];
+          }
         } else {
-          for (int64_t i = 0; i < rows; ++i) at[i] = Packed::one(row + i, from.inner);
-          clear(done);
+          Packed::template ones<kStrip>(row, from.inner, at);
         }
+      }
+      for (; done < whole; ++done, row += step, at += kStrip) {
+        for (int64_t i = 0; i < rows; ++i) at[i] = Packed::one(row + i, from.inner);
+        clear(done);
       }
     }
 #if defined(EXTENSION_CPP_TRANSPOSE)
@@ -196,6 +207,7 @@ void pack_strip(const Factor<T>& from, int64_t rows, int64_t terms, V* to) {
 #endif
     }
 #endif
+    if (done * kTerms == terms) return;
     for (int64_t p = done; p * kTerms < terms; ++p) clear(p);
     for (int64_t i = 0; i < rows; ++i) {
       const T* row = from.data + i * from.outer;
