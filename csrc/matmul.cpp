@@ -246,9 +246,10 @@ bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
 }
 
 // c = a * b for few rows, in one thread: b is read along its rows or columns. In panels of rows, those that are read
-// next are fetched before; from memory, rows are read as far as they go, since what lies in other pages is waited for,
-// and so are rows that lie whole pages apart, of which the first-level cache holds eight. `packed_a` has room for all
-// of a, or for kDepth of it if it isn't packed once, `sums` for m rows of kFewColumns.
+// next are fetched before; from memory, rows are read as far as they go, since what lies in other pages is waited for.
+// Rows that lie whole pages apart, of which the first-level cache holds eight, are copied for several strips, or, with
+// vectors of a whole line, read as far as they go. `packed_a` has room for all of a, or for kDepth of it if it isn't
+// packed once, `sums` for m rows of kFewColumns.
 template <int kBytes, class V>
 void multiply_few(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
@@ -294,7 +295,8 @@ void multiply_few(
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
   constexpr int64_t kInL3 = 16 * kInAnyCache;
   const bool cached = has_rows_of(b, k, kInAnyCache) || has_rows_of(b, B::kDepth, kInL2);
-  const bool in_panels = !cached && has_rows_of(b, k, kInL3) && !is_paged<V>(b.inner);
+  const bool paged = is_paged<V>(b.inner), in_panels = !cached && has_rows_of(b, k, kInL3) && (kBytes < 64 || !paged);
+  const bool copies = in_panels && paged && strips > 1;
   const int64_t most_width = in_panels ? kPanelWidth : kFewColumns, of_rows = in_panels ? kPanelDepth : kSlice;
   const int64_t most = cached ? B::kDepth : of_rows;
   for (int64_t j0 = 0; j0 < n; j0 += most_width) {
@@ -313,7 +315,7 @@ void multiply_few(
           for (int64_t j = 0, columns = 0; j < width; j += columns) {
             columns = at_once == 1 && cached && j < whole ? whole - j : std::min<int64_t>(B::kColumns, width - j);
             const Factor<V> strip = strip_of_b(p0 + p, j0 + j);
-            const bool in_place = columns % B::kColumns == 0 || columns == B::kLanes;
+            const bool in_place = !copies && (columns % B::kColumns == 0 || columns == B::kLanes);
             if (!in_place) pack_strip<B::kColumns, kBytes>(strip, columns, slice, packed_b);
             // Several rows at a time are too many for the processor to see that each is read in order.
             const bool ends = p0 + p + slice == k;

@@ -216,6 +216,9 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
     using Lanes = Vector<V, kWidth>;
     using Anywhere = typename VectorOf<V, kWidth>::anywhere;
     constexpr int kLanes = sizeof(Lanes) / sizeof(V), kTerms = kPartial<V>, kAtOnce = 16;
+    // A line of a row is read at once, as no cache holds those of rows that lie whole pages apart, and so many of its
+    // partial sums are added to together, which registers hold.
+    constexpr int kVectors = kBytes == 32 ? 2 : 1, kTogether = kTerms / kVectors;
     const auto each_block = [&](const auto& body) EXTENSION_CPP_INLINED {
       for (int64_t p = 0; p < k; p += kDepthOfRow) body(p, std::min(p + kDepthOfRow, k));
     };
@@ -268,29 +271,49 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
         const auto add = [&](auto all, int64_t p, const T* const* rows, const V* of_a) EXTENSION_CPP_INLINED {
           V x[kAtOnce], *to = sums;
           std::copy_n(of_a, kAtOnce, x);  // The compiler can't know that it isn't written to.
+          const bool ends = p + kAtOnce >= end;
 #pragma GCC unroll 1
-          for (int64_t i = 0; i < width; i += kLanes, to += kTerms * kLanes) {
-            const int64_t j = std::min(i, width - kLanes);
-            auto* const kept = reinterpret_cast<Anywhere*>(to);
-            Lanes partial[kTerms];
-            for (int q = 0; q < kTerms; ++q) partial[q] = p == begin ? Lanes{} : kept[q];
+          for (int64_t i = 0; i < width; i += kVectors * kLanes, to += kVectors * kTerms * kLanes) {
+            int64_t at[kVectors];
+            for (int v = 0; v < kVectors; ++v) at[v] = std::min<int64_t>(i + v * kLanes, width - kLanes);
+            Lanes totals[kVectors];
+#pragma GCC unroll 2
+            for (int part = 0; part < kVectors; ++part) {
+              Lanes partial[kVectors][kTogether];
+              auto* const kept = reinterpret_cast<Anywhere*>(to) + part * kTerms;
+              for (int v = 0; v < kVectors; ++v) {
+                for (int q = 0; q < kTogether; ++q) partial[v][q] = p == begin ? Lanes{} : kept[v * kTogether + q];
+              }
 #pragma GCC unroll 16
-            for (int q = 0; q < kAtOnce; ++q) {
-              Lanes row;
-              load_lanes<kBytes>((decltype(all)::value ? rows[0] + q * b.inner : rows[q]) + j, row);
-              partial[q % kTerms] += x[q] * row;
+              for (int s = 0; s < kAtOnce / kVectors; ++s) {
+                const int q = s % kTogether, r = s / kTogether * kTerms + part * kTogether + q;
+                const T* const from = decltype(all)::value ? rows[0] + r * b.inner : rows[r];
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; ++v) {
+                  Lanes row;
+                  load_lanes<kBytes>(from + at[v], row);
+                  partial[v][q] += x[r] * row;
+                }
+              }
+              for (int v = 0; v < kVectors; ++v) {
+                if (ends) {
+                  add_up<kTogether, kVectors == 1>(partial[v]);
+                  totals[v] = part == 0 ? partial[v][0] : totals[v] + partial[v][0] + Lanes{};
+                } else {
+                  for (int q = 0; q < kTogether; ++q) kept[v * kTogether + q] = partial[v][q];
+                }
+              }
             }
-            if (p + kAtOnce < end) {
-              for (int q = 0; q < kTerms; ++q) kept[q] = partial[q];
-              continue;
-            }
-            add_up<kTerms>(partial);
-            if (i == j) {
-              auto& at = *reinterpret_cast<Anywhere*>(c.row(begin) + j0 + j);
-              if (c.adds(begin)) partial[0] += at;
-              at = partial[0];
-            } else {
-              put(partial[0], begin, j0 + i, width - i);
+            if (!ends) continue;
+            for (int v = 0; v < kVectors; ++v) {
+              const int64_t first = i + v * kLanes;
+              if (first == at[v]) {
+                auto& sum = *reinterpret_cast<Anywhere*>(c.row(begin) + j0 + first);
+                if (c.adds(begin)) totals[v] += sum;
+                sum = totals[v];
+              } else if (first < width) {
+                put(totals[v], begin, j0 + first, width - first);
+              }
             }
           }
         };
@@ -320,7 +343,7 @@ void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, 
   const bool by_rows = !kConverts<kBytes, T> && b.outer == 1 && n > 1;
   const bool copies = a.inner != 1 || !std::is_same_v<T, V>, copies_b = kConverts<kBytes, T> || b.inner != 1;
   const int64_t at_once = copies ? std::min(kCopied, k) : k, of_row = copies ? at_once : 0;
-  const int64_t of_rows = kPartial<V> * std::min(round_up(n, kBytes / sizeof(V)), kColumnsAtOnce);
+  const int64_t of_rows = kPartial<V> * std::min<int64_t>(round_up(n, 64 / sizeof(V)), kColumnsAtOnce);
   const int64_t of_columns = copies_b ? kStreams<kBytes> * kDepthOfRow : 0, of_sums = by_rows ? of_rows : of_columns;
   Scratch scratch(Scratch::bytes<V>(of_row) + Scratch::bytes<V>(of_sums));
   V *const row = scratch.take<V>(of_row), *const sums = scratch.take<V>(of_sums);
