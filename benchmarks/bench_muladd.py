@@ -21,6 +21,7 @@ from benchmarks.contenders import (
     compiled,
     graphed,
     sizes,
+    training_steps,
     vectors,
 )
 from benchmarks.harness import OURS, Case, Function, Grid, time_calls
@@ -257,6 +258,7 @@ def cases(device: str) -> Iterator[Case | Grid]:
     yield from calls("mymuladd", device, mymuladd, eager, sixteen)
     least = torch.ops.aten.mul.Tensor, lambda grad, a, b: (grad * b, grad * a)
     yield from calls("mymul", device, extension_cpp.mymul, torch.mul, sixteen, least)
+    yield from training_steps("mymul", device, extension_cpp.mymul, torch.mul, sixteen, least)
     yield batched_call("mymuladd", device, mymuladd, eager, lambda: (torch.randn(2, 16, device=device),) * 2)
     for dtype in DTYPES:
         for log2 in sizes(device, dtype):

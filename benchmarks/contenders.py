@@ -176,6 +176,37 @@ def calls(
         )
 
 
+def training_steps(
+    op: str, device: str, function: Function, eager: Function, inputs: Callable[[], tuple], least: Least
+) -> Iterator[Case]:
+    """A training step of tensors so small that nothing but the calls and the nodes takes time: PyTorch's own, what the
+    boxing adds to it, and what a node in Python adds to that, with the backward pass in its own thread and in this one."""
+    overload, derivative = least
+    entry = boxed(overload)
+    contenders = {OURS: function, "PyTorch's": eager, BOXED: entry, RECORDED: in_python(entry, derivative)}
+    shapes = " and ".join(" by ".join(map(str, t.shape)) for t in inputs())
+
+    def given() -> tuple[Tensor, ...]:
+        leaves = tuple(Parameter(t) for t in inputs())
+        return torch.ones_like(eager(*inputs())), *leaves
+
+    in_threads: dict[str, Callable[[Function], Function]] = {"": backward}
+    if device == "cuda":  # Whose backward pass has a thread of its own.
+        in_threads["in the calling thread"] = lambda call: in_calling_thread(backward(call))
+    for thread, step in in_threads.items():
+        yield Case(
+            op,
+            device,
+            {name: step(call) for name, call in contenders.items()},
+            given,
+            step(eager),
+            workload="a training step",
+            size=", ".join(part for part in (shapes, thread) if part),
+            timer=time_calls,
+            reason=RECORD,
+        )
+
+
 def batched_call(op: str, device: str, function: Function, eager: Function, inputs: Callable[[], tuple]) -> Case:
     """A call under vmap of tensors so small that nothing but the call takes time."""
     both = {OURS: torch.vmap(function), "vmap of PyTorch's": torch.vmap(eager)}
