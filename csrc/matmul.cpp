@@ -401,7 +401,11 @@ void multiply_where_it_lies(
 template <class V, int kBytes>
 constexpr int kTall = kBytes == 64 ? 16 : Blocking<V, kBytes>::kRows;
 
-constexpr int64_t kNarrowBytes = 512;  // Of a row of b: with vectors of 32 bytes, so many columns are few, too.
+// Of one for few rows, or for rows that lie whole pages apart, of which a set of the first-level cache has eight lines.
+template <class V, int kBytes>
+constexpr int kLow = std::min(8, Blocking<V, kBytes>::kRows);
+
+constexpr int64_t kNarrowBytes = 512;  // Of a row of b: columns that are few next to as many rows.
 
 // Whether a is read where it lies, as there are so few columns that copying it takes as long as multiplying.
 template <class V, int kBytes>
@@ -409,8 +413,8 @@ bool is_narrow(const Factor<V>& a, int64_t m, int64_t n) {
   using B = Blocking<V, kBytes>;
   if (a.inner != 1) return false;
   if (n <= B::kLanes) return m >= kTall<V, kBytes>;
-  if (n <= 2 * B::kColumns) return m >= 2 * B::kRows;
-  return kBytes == 32 && n * static_cast<int64_t>(sizeof(V)) <= kNarrowBytes && m >= n * 3 / 4;
+  if (n <= 2 * B::kColumns) return m >= 2 * kLow<V, kBytes>;
+  return n * static_cast<int64_t>(sizeof(V)) <= kNarrowBytes && m >= n * 3 / 4;
 }
 
 // Of b, so many rows are packed at once, which the second-level cache holds.
@@ -442,13 +446,13 @@ void multiply_narrow(
       const Factor<V> strip{b.data + j * b.outer + p * b.inner, b.outer, b.inner};
       pack_strip<B::kColumns, kBytes>(strip, columns, depth, packed);
     });
-    const int64_t height = n <= B::kLanes ? kTall<V, kBytes> : B::kRows;
-    const bool lies = height <= 8 || !is_paged<V>(a.outer);  // A set of the first-level cache has eight lines.
+    const bool low = is_paged<V>(a.outer) || (n > B::kLanes && m < 2 * B::kRows);
+    const int64_t height = low ? kLow<V, kBytes> : n <= B::kLanes ? kTall<V, kBytes> : B::kRows;
     // Some of the last rows are computed twice, where it is from the beginning.
-    const bool overlaps = lies && m >= height && k <= most_depth;
+    const bool overlaps = m >= height && k <= most_depth;
     for (int64_t i = 0, rows = 0; i < m; i += rows) {
       if (overlaps) i = std::min(i, m - height);
-      const bool whole = lies && m - i >= height;
+      const bool whole = m - i >= height;
       rows = whole ? height : strip_of<V, kBytes>(m - i);
       const V* const from = a.data + i * a.outer;
       each([&](int64_t p, int64_t depth, int64_t j, int64_t columns, const V* packed) {
@@ -457,13 +461,20 @@ void multiply_narrow(
           if (j == 0) pack_strip<B::kRows, kBytes>(Factor<V>{from + p, a.outer, 1}, rows, depth, packed_a);
           multiply_strips<V, kBytes>(
               depth, packed_a, packed, B::kColumns, 0, p == 0 ? Into::kEmpty : Into::kAdd, to, c_step, rows, columns);
-        } else if (n <= B::kLanes) {
-          multiply_where_it_lies<V, kBytes, kTall<V, kBytes>, 1>(
-              depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
-        } else if (columns <= B::kLanes) {
-          multiply_where_it_lies<V, kBytes, B::kRows, 1>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
         } else {
-          multiply_where_it_lies<V, kBytes, B::kRows, 2>(depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
+          const auto multiply = [&]<int kRows, int kVectors>() {
+            multiply_where_it_lies<V, kBytes, kRows, kVectors>(
+                depth, from + p, a.outer, packed, p > 0, to, c_step, columns);
+          };
+          if (low) {
+            constexpr int kRows = kLow<V, kBytes>;
+            columns <= B::kLanes ? multiply.template operator()<kRows, 1>() : multiply.template operator()<kRows, 2>();
+          } else if (n <= B::kLanes) {
+            multiply.template operator()<kTall<V, kBytes>, 1>();
+          } else {
+            constexpr int kRows = B::kRows;
+            columns <= B::kLanes ? multiply.template operator()<kRows, 1>() : multiply.template operator()<kRows, 2>();
+          }
         }
       });
     }
