@@ -417,11 +417,11 @@ bool is_narrow(const Factor<V>& a, int64_t m, int64_t n) {
   return n * static_cast<int64_t>(sizeof(V)) <= kNarrowBytes && m >= n * 3 / 4;
 }
 
-// Of b, so many rows are packed at once, which the second-level cache holds.
+// Of b, so many rows are packed at once, which the second-level cache holds. Fewer columns are packed with zeros.
 template <class V>
 int64_t narrow_depth(int64_t n) {
-  constexpr int64_t kBlock = Blocking<V, 16>::kDepth, kMost = 262'144 / sizeof(V);
-  return std::max(kMost / n / kBlock * kBlock, kBlock);
+  constexpr int64_t kBlock = Blocking<V, 16>::kDepth, kMost = 262'144 / sizeof(V), kLeastColumns = 16;
+  return std::max(kMost / std::max(n, kLeastColumns) / kBlock * kBlock, kBlock);
 }
 
 // c = a * b for few columns, in one thread.
