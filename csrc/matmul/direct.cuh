@@ -159,10 +159,13 @@ struct Tile {
     const int j = column + threadIdx.x % 4 * kStored + e / kStored * (kColumns / 2) + e % kStored;
     if (i >= p.m || j >= p.n) return;
     T* to = p.c + i * p.c_outer + j;
-    if constexpr (kB != Along::kNeither) return store_vector<T, kCount>(to, values);
+    if constexpr (kB != Along::kNeither) {
+      store_vector<T, kCount>(to, values);
+    } else {
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) {
-      if (j + v < p.n) to[v] = round_to<T>(values[v]);
+      for (int v = 0; v < kCount; ++v) {
+        if (j + v < p.n) to[v] = round_to<T>(values[v]);
+      }
     }
   }
 };

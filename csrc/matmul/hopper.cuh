@@ -269,9 +269,13 @@ struct Copies {
       boxes.start(tiles);
       left = tiles.steps;
     }
-    if (H::kCluster == 1) return;
-    // The barriers must be there until the other block has arrived at them for the last time.
-    for (int s = 0; s < stages.memory.stages; ++s, turn.next()) wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
+    if constexpr (H::kCluster > 1) {
+      // The barriers must be there until the other block has arrived at them for the last time.
+      for (int s = 0; s < stages.memory.stages; ++s) {
+        wait_barrier(stages.empty(turn.stage), turn.parity ^ 1);
+        turn.next();
+      }
+    }
   }
 };
 

@@ -240,21 +240,24 @@ __global__ void __launch_bounds__(kFitThreads) fit_kernel(Fit<T> fit) {
   for (int step = 0; step < Fit<T>::kSteps; ++step) fit(step, shared);
 }
 
-// To shared memory, by all threads of a block.
+// A copy in shared memory, made by all threads of a block; of words, as shared memory has no constructors.
 template <class V>
-__device__ __forceinline__ void copy_grid(const Grid<V>* from, Grid<V>& to) {
-  for (int k = threadIdx.x; k < static_cast<int>(sizeof(to) / sizeof(int)); k += kThreads) {
-    reinterpret_cast<int*>(&to)[k] = reinterpret_cast<const int*>(from)[k];
-  }
+__device__ __forceinline__ const Grid<V>& copied(const Grid<V>* from) {
+  using Word = int64_t;
+  constexpr int kWords = sizeof(Grid<V>) / sizeof(Word);
+  static_assert(sizeof(Grid<V>) % sizeof(Word) == 0 && alignof(Grid<V>) <= alignof(Word));
+  __shared__ Word words[kWords];
+  for (int k = threadIdx.x; k < kWords; k += kThreads) words[k] = reinterpret_cast<const Word*>(from)[k];
   __syncthreads();
+  return *reinterpret_cast<const Grid<V>*>(words);
 }
 
 // A thread a rank; the last block goes on to the end of its share of `status`, which compact_kernel reads in vectors.
 template <bool kGrid, class T, class V = typename Source<T>::V>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(
     Source<T> source, const int64_t* order, Classes classes, int64_t n, Threshold<V> threshold, Work<V> work) {
-  __shared__ Grid<V> grid;
-  if constexpr (kGrid) copy_grid(work.grid, grid);
+  const Grid<V>* grid = nullptr;
+  if constexpr (kGrid) grid = &copied(work.grid);
   const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (rank >= n) {
     work.status[rank] = kUndecided;
@@ -270,8 +273,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
   if constexpr (kGrid) {
     uint32_t cell = kNone;
     if (takes_part) {
-      cell =
-          grid.first(class_of_box, grid.size(area(box)), grid.y.cell(box.y1 + box.y2)) + grid.x.cell(box.x1 + box.x2);
+      const uint32_t row = grid->y.cell(box.y1 + box.y2), column = grid->x.cell(box.x1 + box.x2);
+      cell = grid->first(class_of_box, grid->size(area(box)), row) + column;
       work.place[rank] = atomicAdd(work.counts + cell, 1u);
       raise(work.greatest_side, box.x2 - box.x1);
       raise(work.greatest_side + 1, box.y2 - box.y1);
@@ -283,8 +286,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
 template <class V>
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(int64_t n, bool batched, Threshold<V> threshold, Work<V> work) {
-  __shared__ Grid<V> grid;
-  copy_grid(work.grid, grid);
+  const Grid<V>& grid = copied(work.grid);
   const int64_t rank = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (rank >= n) return;
   if (work.cell[rank] == kNone) {
