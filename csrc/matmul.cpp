@@ -46,11 +46,11 @@ constexpr int64_t kDepthOf = Blocking<P, 16>::kDepth * kTermsOf<P>;
 enum class Into { kEmpty, kAdd, kGoOn };
 
 // A tile of c, in registers: rows of a strip of a, kStrip apart, with those of a strip of b, b_step apart, of which it
-// takes kVectors.
+// takes kVectors. Meanwhile, as much as a strip of b has is fetched from `next` on, where there is one.
 template <class V, int kBytes, int kRows, int kVectors, class P>
 void multiply_tile(
     int64_t depth, const P* a, const P* b, int64_t b_step, Into into, V* c, int64_t c_step, int64_t rows,
-    int64_t columns) {
+    int64_t columns, const P* next) {
   using B = Blocking<V, kBytes>;
   using Lanes = Vector<V, kBytes>;
   using Anywhere = typename VectorOf<V, kBytes>::anywhere;
@@ -74,14 +74,8 @@ void multiply_tile(
         for (int v = 0; v < kVectors; ++v) sums[i][v] = Lanes{};
       }
     }
-    // A processor whose other thread is busy decodes half as many instructions: several k's at a time take fewer, and
-    // so do products that read their element of a by themselves, of which half do, as it reads two of them at a time.
-    // A compiler would read one for both vectors of a row, did it know that it is the same.
+    // A processor whose other thread is busy decodes half as many instructions: several k's at a time take fewer.
     constexpr int kAtOnce = kRows == B::kRows ? 2 : 1;
-    const P* same_a = a;
-#if defined(__GNUC__)
-    if constexpr (kBytes == 64) asm("" : "+r"(same_a));
-#endif
     const auto add_rows = [&]<int kCount>(std::integral_constant<int, kCount>) {
 #pragma GCC unroll 4
       for (int q = 0; q < kCount; ++q) {
@@ -89,20 +83,23 @@ void multiply_tile(
         for (int v = 0; v < kVectors; ++v) row[v] = reinterpret_cast<const Anywhere*>(b + q * b_step)[v];
 #pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i) {
-          for (int v = 0; v < kVectors; ++v) {
-            sums[i][v] += (v > 0 && i < kRows / 2 ? same_a : a)[q * B::kRows + i] * row[v];
-          }
+          for (int v = 0; v < kVectors; ++v) sums[i][v] += a[q * B::kRows + i] * row[v];
         }
       }
       b += kCount * b_step;
       a += kCount * B::kRows;
-      same_a += kCount * B::kRows;
     };
     int64_t p = 0, ahead = add ? 0 : rows;
     for (; p + kAtOnce <= depth; p += kAtOnce) {
       if (ahead < rows) {  // Else the sums in c are waited for at the end.
         for (int64_t j = 0; j < kColumns; j += 64 / sizeof(V)) __builtin_prefetch(c + ahead * c_step + j, 1);
         ++ahead;
+      }
+      if (kBytes == 64 && next) {
+        constexpr int kLines = 2 * kAtOnce, kLine = 64 / sizeof(P);
+#pragma GCC unroll 4
+        for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + line * kLine, 0, 2);
+        next += kLines * kLine;
       }
       add_rows(std::integral_constant<int, kAtOnce>());
     }
@@ -149,14 +146,14 @@ template <class P, int kBytes, class Body>
 template <class V, int kBytes, class P>
 void multiply_strips(
     int64_t depth, const P* a, const P* b, int64_t b_step, int64_t b_next, Into into, V* c, int64_t c_step,
-    int64_t rows, int64_t columns) {
+    int64_t rows, int64_t columns, const P* next = nullptr) {
   simd::run_apart<kBytes>([=] {
     constexpr int64_t kColumns = Blocking<P, kBytes>::kColumns;
     const P* strip = b;
     for (int64_t j = 0; j < columns; j += kColumns, strip += b_next) {
       const int64_t width = std::min(kColumns, columns - j);
       for_tile<P, kBytes>(rows, width, [=]<int kRows, int kVectors>() EXTENSION_CPP_INLINED {
-        multiply_tile<V, kBytes, kRows, kVectors>(depth, a, strip, b_step, into, c + j, c_step, rows, width);
+        multiply_tile<V, kBytes, kRows, kVectors>(depth, a, strip, b_step, into, c + j, c_step, rows, width, next);
       });
     }
   });
@@ -245,11 +242,12 @@ bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
          (k <= kSmall / m && has_rows_of(b, k, kInL2));
 }
 
-// c = a * b for few rows, in one thread: b is read along its rows or columns. In panels of rows, those that are read
-// next are fetched before; from memory, rows are read as far as they go, since what lies in other pages is waited for.
-// Rows that lie whole pages apart, of which the first-level cache holds eight, are copied for several strips, or, with
-// vectors of a whole line, read as far as they go. `packed_a` has room for all of a, or for kDepth of it if it isn't
-// packed once, `sums` for m rows of kFewColumns.
+// c = a * b for few rows, in one thread: b is read along its rows or columns. While rows that follow each other are
+// multiplied, those behind them are fetched in the order of memory, as processors do by themselves with what is read
+// in that order. In panels of rows, those that are read next are fetched before; from memory, rows are read as far as
+// they go, since what lies in other pages is waited for. Rows that lie whole pages apart, of which the first-level
+// cache holds eight, are copied for several strips, or, with vectors of a whole line, read as far as they go.
+// `packed_a` has room for all of a, or for kDepth of it if it isn't packed once, `sums` for m rows of kFewColumns.
 template <int kBytes, class V>
 void multiply_few(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
@@ -265,11 +263,11 @@ void multiply_few(
   };
   const auto multiply = [&](const V* packed, int64_t depth, int64_t from, int64_t to, const V* rows_of_b,
                             int64_t b_step, Into into, V* into_c, int64_t step, int64_t columns, int64_t first,
-                            int64_t last) {
+                            int64_t last, const V* next = nullptr) {
     for (int64_t i = first; i < last; ++i) {
       multiply_strips<V, kBytes>(
           to - from, packed + (i * depth + from) * B::kRows, rows_of_b, b_step, B::kColumns, into,
-          into_c + i * height * step, step, rows_from(i), columns);
+          into_c + i * height * step, step, rows_from(i), columns, i == 0 ? next : nullptr);
     }
   };
   const auto strip_of_b = [&](int64_t p, int64_t j) {
@@ -294,10 +292,13 @@ void multiply_few(
   constexpr int64_t kAhead = 2 * B::kColumns, kPanelWidth = 256, kPanelDepth = 64;
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
   constexpr int64_t kInL3 = 16 * kInAnyCache;
-  const bool cached = has_rows_of(b, k, kInAnyCache) || has_rows_of(b, B::kDepth, kInL2);
-  const bool paged = is_paged<V>(b.inner), in_panels = !cached && has_rows_of(b, k, kInL3) && (kBytes < 64 || !paged);
+  const bool few_columns = has_rows_of(b, B::kDepth, kInL2);
+  const bool in_order = kBytes == 64 && !few_columns && (b.inner == n || n >= kFewColumns);
+  const bool cached = few_columns || (!in_order && has_rows_of(b, k, kInAnyCache)), ordered = cached || in_order;
+  const bool paged = is_paged<V>(b.inner), in_panels = !ordered && has_rows_of(b, k, kInL3) && (kBytes < 64 || !paged);
   const bool copies = in_panels && paged && strips > 1;
-  const int64_t most_width = in_panels ? kPanelWidth : kFewColumns, of_rows = in_panels ? kPanelDepth : kSlice;
+  const int64_t most_width = in_panels ? kPanelWidth : kFewColumns,
+                of_rows = in_panels || in_order ? kPanelDepth : kSlice;
   const int64_t most = cached ? B::kDepth : of_rows;
   for (int64_t j0 = 0; j0 < n; j0 += most_width) {
     const int64_t width = std::min(most_width, n - j0);
@@ -321,13 +322,16 @@ void multiply_few(
             const bool ends = p0 + p + slice == k;
             const V* const below = ends ? b.data + j0 + j + kPanelWidth : strip.data + slice * b.inner;
             const V* const next = in_panels ? below : strip.data + kAhead;
-            for (int64_t q = 0; i == 0 && !cached && (in_panels || j + kAhead < width) && q < slice; ++q) {
+            for (int64_t q = 0; i == 0 && !ordered && (in_panels || j + kAhead < width) && q < slice; ++q) {
               const V* const ahead = next + q * b.inner;
               for (int64_t v = 0; v < B::kColumns; v += 64 / sizeof(V)) __builtin_prefetch(ahead + v);
             }
+            const int64_t share = j * slice;  // elements of the rows behind, of which others fetched so many
+            const V* const behind =
+                in_order && !ends ? strip_of_b(p0 + p + slice + share / width, j0 + share % width).data : nullptr;
             multiply(
                 packed_at(p0), depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
-                p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns, i, i + at_once);
+                p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns, i, i + at_once, behind);
           }
         }
       }
@@ -866,13 +870,30 @@ void multiply_as_numbers(
 
 constexpr int64_t kInBlocks = 4096;  // Of so many elements of c, threads may share the blocks of k.
 
+// Whether each thread has about as many of k in blocks of so many.
+bool shares_evenly(int64_t k, int64_t depth, int64_t threads) {
+  const int64_t blocks = (k + depth - 1) / depth;
+  return threads > 1 && (blocks + threads - 1) / threads * threads * depth <= k + k / 8;
+}
+
+// Whether threads share the blocks of k because there are few rows, next to which reading b takes the most time: so
+// they read it in the order of its memory.
+template <class V>
+bool shares_rows_of_b(int64_t m, int64_t n, int64_t k, const Factor<V>& b, int64_t threads) {
+  constexpr int64_t kMostRows = 56, kLeast = 3 << 18;
+  return m <= kMostRows && m * n <= 4 * kInBlocks && b.outer == 1 && b.inner == n && n > kLeast / k &&
+         shares_evenly(k, kDepthOf<V>, threads);
+}
+
 // To c: the sums of so many blocks of k, of `size` elements each, added up in their order.
 template <class T, class V>
 void store_sum_of_blocks(T* c, V* sums, int64_t blocks, int64_t size) {
-  for (int64_t block = 1; block < blocks; ++block) {
-    for (int64_t i = 0; i < size; ++i) sums[i] = sums[block * size + i] + sums[i];
-  }
-  store(c, sums, size);
+  parallel_for(0, size, kInBlocks, [&](int64_t begin, int64_t end) {
+    for (int64_t block = 1; block < blocks; ++block) {
+      for (int64_t i = begin; i < end; ++i) sums[i] = sums[block * size + i] + sums[i];
+    }
+    store(c + begin, sums + begin, end - begin);
+  });
 }
 
 // c = a * b, whose sums are long and so few that threads would have nothing to do: they share the blocks of k, which
@@ -915,27 +936,25 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
   };
   const int64_t unit = b.outer == 1 ? 64 : 8;  // Whole lines of rows, or the columns that are read at once.
   const int64_t columns = round_up((n + threads - 1) / threads, unit);
-  const int64_t parts = (n + columns - 1) / columns, blocks = (k + kDepthOfRow - 1) / kDepthOfRow;
-  constexpr int64_t kShort = 1024;  // bytes of a row of b that a thread would read a part of
-  const bool is_short = b.outer == 1 && columns * static_cast<int64_t>(sizeof(T)) < kShort;
-  if (blocks > 1 && n <= kInBlocks && (parts < threads || (is_short && blocks >= 2 * threads))) {
-    // Threads share the blocks of k, which are added up then.
+  const int64_t parts = (n + columns - 1) / columns, block = block_of_row(n, k), blocks = (k + block - 1) / block;
+  const bool in_order = b.outer == 1 && shares_evenly(k, block, threads);
+  if (blocks > 1 && n <= kInBlocks && (parts < threads || in_order)) {
     Scratch scratch(Scratch::bytes<V>(blocks * n));
     V* const sums = scratch.take<V>(blocks * n);
     parallel_for(0, blocks, (blocks + threads - 1) / threads, [&](int64_t begin, int64_t end) {
-      const int64_t p = begin * kDepthOfRow;
-      multiply(0, n, p, std::min(end * kDepthOfRow, k) - p, {sums + begin * n, n});
+      const int64_t p = begin * block;
+      multiply(0, n, p, std::min(end * block, k) - p, {sums + begin * n, block, n});
     });
     return store_sum_of_blocks(c, sums, blocks, n);
   }
   const auto body = [&](int64_t begin, int64_t end) {
     const int64_t first = begin * columns, count = std::min(end * columns, n) - first;
     if constexpr (std::is_same_v<T, V>) {
-      multiply(first, count, 0, k, {c + first});
+      multiply(first, count, 0, k, {c + first, block});
     } else {
       Scratch scratch(Scratch::bytes<V>(count));
       V* const sums = scratch.take<V>(count);
-      multiply(first, count, 0, k, {sums});
+      multiply(first, count, 0, k, {sums, block});
       store(c + first, sums, count);
     }
   };
@@ -957,7 +976,8 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   const auto [parts_m, parts_n] = cut(m, n, threads, unit, narrow);
   const auto [rows, columns] = Part(m, n, parts_m, parts_n, unit);
   const bool idle = ((m + rows - 1) / rows) * ((n + columns - 1) / columns) < threads;
-  const bool in_blocks = idle && k >= 4 * kDepthOf<V> && m * n >= 8 && m * n <= kInBlocks;
+  bool in_blocks = idle && k >= 4 * kDepthOf<V> && m * n >= 8 && m * n <= kInBlocks;
+  if constexpr (std::is_same_v<T, V>) in_blocks = in_blocks || shares_rows_of_b(m, n, k, b, threads);
   const auto in_parts = [&, parts_m = parts_m, parts_n = parts_n, rows = rows,
                          columns = columns](const auto& multiply) {
     auto body = [&](int64_t begin, int64_t end) {

@@ -2,8 +2,8 @@
 // in the order of its memory, along its rows or its columns.
 //
 // Whatever the layout, the number of threads and the machine's vectors, an element of c is the same sum: blocks of
-// kDepthOfRow k's follow each other, and one is the sum of kPartial partial sums, whose k's are so many apart. Those
-// are what lies next to each other where b is read along k.
+// so many k's as block_of_row() says follow each other, and one is the sum of kPartial partial sums, whose k's are so
+// many apart. Those are what lies next to each other where b is read along k.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +20,15 @@ namespace extension_cpp::matmul {
 #define EXTENSION_CPP_INLINED
 #endif
 
-constexpr int64_t kDepthOfRow = 1024;
 template <class V>
 constexpr int kPartial = 32 / sizeof(V);
+
+// The k's of a block: fewer of a large b, as threads share blocks, and adding these up takes little time next to it.
+constexpr int64_t kMostOfRow = 1024;
+inline int64_t block_of_row(int64_t n, int64_t k) {
+  constexpr int64_t kLarge = 1 << 19;
+  return n > kLarge / k ? kMostOfRow / 2 : kMostOfRow;
+}
 
 // A vector of elements that follow each other, as numbers to compute with.
 template <int kBytes, class T, class Lanes>
@@ -48,16 +54,17 @@ template <int kCount, bool kWhole = true, class Sum>
   if constexpr (kWhole) partial[0] += Sum{};
 }
 
-// Where sums of blocks go: all to c, or those of each to a row of its own.
+// Where sums of blocks of `depth` k's go: all to c, or those of each to a row of its own.
 template <class V>
 struct Blocks {
   V* c;
+  int64_t depth;
   int64_t step = 0;   // from row to row
   bool first = true;  // There is nothing in c yet.
 
-  V* row(int64_t p) const { return c + p / kDepthOfRow * step; }
+  V* row(int64_t p) const { return c + p / depth * step; }
   bool adds(int64_t p) const { return step == 0 && !(first && p == 0); }
-  Blocks behind(int64_t p) const { return {row(p), step, first && p == 0}; }
+  Blocks behind(int64_t p) const { return {row(p), depth, step, first && p == 0}; }
 };
 
 #if defined(EXTENSION_CPP_TRANSPOSE)
@@ -153,7 +160,7 @@ template <int kBytes, bool kOneA, class T, class V>
 template <int kBytes, class T>
 constexpr bool kConverts = kBytes == 16 && sizeof(T) == 2;
 
-// c = a * b, where the elements of a column of b lie next to each other; elsewhere kDepthOfRow of kStreams columns come
+// c = a * b, where the elements of a column of b lie next to each other; elsewhere kMostOfRow of kStreams columns come
 // to `kept` first.
 template <int kBytes, class T, class V>
 void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, Blocks<V> c, V* kept) {
@@ -164,37 +171,37 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
     std::copy_n(a + k / kTerms * kTerms, k % kTerms, ends);
     const V *of_a[kCount], *of_copies[kCount];
     const T* of_b[kCount];
-    for (int s = 0; s < kCount; ++s) of_copies[s] = kept + s * kDepthOfRow;
+    for (int s = 0; s < kCount; ++s) of_copies[s] = kept + s * kMostOfRow;
     for (int64_t j = 0, columns; j < n; j += columns) {
       columns = std::min<int64_t>(kCount, n - j);
       const bool readable = (j + columns - 1) * b.outer + round_up(k, kTerms) <= (n - 1) * b.outer + k;
-      for (int64_t p0 = 0, blocks; p0 < k; p0 += blocks * kDepthOfRow) {
-        const int64_t depth = std::min(kDepthOfRow, k - p0);
+      for (int64_t p0 = 0, blocks; p0 < k; p0 += blocks * c.depth) {
+        const int64_t depth = std::min(c.depth, k - p0);
         const T* const from = b.data + j * b.outer + p0 * b.inner;
         of_a[0] = a + p0, blocks = 1;
         if (copies) {
-          for (int64_t s = 0; s < columns; ++s) read(from + s * b.outer, b.inner, kept + s * kDepthOfRow, depth);
+          for (int64_t s = 0; s < columns; ++s) read(from + s * b.outer, b.inner, kept + s * kMostOfRow, depth);
           multiply_streams<kBytes, true>(of_a, of_copies, depth, ends, true, sums);
         } else if constexpr (!kConverts<kBytes, T>) {
           // What is lacking is another one once more.
-          if (columns > kCount / 2 || k - p0 < 2 * kDepthOfRow) {
+          if (columns > kCount / 2 || k - p0 < 2 * c.depth) {
             for (int64_t s = 0, offset = 0; s < kCount; ++s) {
               of_b[s] = from + offset;
               if (s + 1 < columns) offset += b.outer;
             }
             multiply_streams<kBytes, true>(of_a, of_b, depth, ends, readable, sums);
           } else {
-            blocks = std::min((k - p0) / kDepthOfRow, kCount / columns);
+            blocks = std::min((k - p0) / c.depth, kCount / columns);
 #pragma GCC unroll 1
             for (int64_t s = 0, block = 0, column = 0; s < kCount; ++s) {
-              of_a[s] = a + p0 + block * kDepthOfRow, of_b[s] = from + column * b.outer + block * kDepthOfRow;
+              of_a[s] = a + p0 + block * c.depth, of_b[s] = from + column * b.outer + block * c.depth;
               if (++column == columns) column = 0, block = block + 1 < blocks ? block + 1 : 0;
             }
-            multiply_streams<kBytes, false>(of_a, of_b, kDepthOfRow, ends, false, sums);
+            multiply_streams<kBytes, false>(of_a, of_b, c.depth, ends, false, sums);
           }
         }
         for (int64_t block = 0; block < blocks; ++block) {
-          const int64_t p = p0 + block * kDepthOfRow;
+          const int64_t p = p0 + block * c.depth;
           V* const to = c.row(p) + j;
           const V* const of_block = sums + block * columns;
           for (int64_t i = 0; i < columns; ++i) to[i] = c.adds(p) ? of_block[i] + to[i] : of_block[i];
@@ -204,7 +211,8 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
   });
 }
 
-// Columns whose partial sums stay in the first-level cache.
+// Columns whose partial sums stay in the first-level cache: half as many do next to rows of a b that others hold, and
+// from memory, rows are read as far as they go.
 constexpr int64_t kColumnsAtOnce = 1024;
 
 // c = a * b, where elements of a row of b lie next to each other. `sums` has room for the partial sums of
@@ -220,7 +228,7 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
     // partial sums are added to together, which registers hold.
     constexpr int kVectors = kBytes == 32 ? 2 : 1, kTogether = kTerms / kVectors;
     const auto each_block = [&](const auto& body) EXTENSION_CPP_INLINED {
-      for (int64_t p = 0; p < k; p += kDepthOfRow) body(p, std::min(p + kDepthOfRow, k));
+      for (int64_t p = 0; p < k; p += c.depth) body(p, std::min(p + c.depth, k));
     };
     // The sums in the last lanes of a vector: those of the others are there.
     const auto put = [&](const Lanes& sums, int64_t begin, int64_t first, int64_t count) EXTENSION_CPP_INLINED {
@@ -264,8 +272,10 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
       });
     }
     // The last vector of columns ends with them, and has some of those of the one before.
-    for (int64_t j0 = 0; j0 < n; j0 += kColumnsAtOnce) {
-      const int64_t width = std::min(kColumnsAtOnce, n - j0);
+    constexpr int64_t kInCache = 4 * 1024 * 1024 / sizeof(T);
+    const int64_t at_once = kBytes < 64 || k > kInCache / n ? kColumnsAtOnce : kColumnsAtOnce / 2;
+    for (int64_t j0 = 0; j0 < n; j0 += at_once) {
+      const int64_t width = std::min(at_once, n - j0);
       each_block([&](int64_t begin, int64_t end) EXTENSION_CPP_INLINED {
         // So many rows at once. Those that are lacking are zero.
         const auto add = [&](auto all, int64_t p, const T* const* rows, const V* of_a) EXTENSION_CPP_INLINED {
@@ -339,12 +349,12 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
 // c = a * b for one row, in one thread.
 template <int kBytes, class T, class V>
 void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, Blocks<V> c) {
-  constexpr int64_t kCopied = 8 * kDepthOfRow;  // of a at a time, where it isn't numbers that follow each other
+  constexpr int64_t kCopied = 8 * kMostOfRow;  // of a at a time, where it isn't numbers that follow each other
   const bool by_rows = !kConverts<kBytes, T> && b.outer == 1 && n > 1;
   const bool copies = a.inner != 1 || !std::is_same_v<T, V>, copies_b = kConverts<kBytes, T> || b.inner != 1;
   const int64_t at_once = copies ? std::min(kCopied, k) : k, of_row = copies ? at_once : 0;
   const int64_t of_rows = kPartial<V> * std::min<int64_t>(round_up(n, 64 / sizeof(V)), kColumnsAtOnce);
-  const int64_t of_columns = copies_b ? kStreams<kBytes> * kDepthOfRow : 0, of_sums = by_rows ? of_rows : of_columns;
+  const int64_t of_columns = copies_b ? kStreams<kBytes> * kMostOfRow : 0, of_sums = by_rows ? of_rows : of_columns;
   Scratch scratch(Scratch::bytes<V>(of_row) + Scratch::bytes<V>(of_sums));
   V *const row = scratch.take<V>(of_row), *const sums = scratch.take<V>(of_sums);
   for (int64_t p = 0; p < k; p += at_once) {
