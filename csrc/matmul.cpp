@@ -292,9 +292,10 @@ void multiply_few(
   constexpr int64_t kAhead = 2 * B::kColumns, kPanelWidth = 256, kPanelDepth = 64;
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
   constexpr int64_t kInL3 = 16 * kInAnyCache;
-  const bool few_columns = has_rows_of(b, B::kDepth, kInL2);
-  const bool in_order = kBytes == 64 && !few_columns && (b.inner == n || n >= kFewColumns);
-  const bool cached = few_columns || (!in_order && has_rows_of(b, k, kInAnyCache)), ordered = cached || in_order;
+  // A block of whole rows may be one of a matrix that no cache holds.
+  const bool is_block = k == B::kDepth && b.inner == n;
+  const bool cached = has_rows_of(b, B::kDepth, kInL2) || (!is_block && has_rows_of(b, k, kInAnyCache));
+  const bool in_order = kBytes == 64 && !cached && (b.inner == n || n >= kFewColumns), ordered = cached || in_order;
   const bool paged = is_paged<V>(b.inner), in_panels = !ordered && has_rows_of(b, k, kInL3) && (kBytes < 64 || !paged);
   const bool copies = in_panels && paged && strips > 1;
   const int64_t most_width = in_panels ? kPanelWidth : kFewColumns,
@@ -327,8 +328,9 @@ void multiply_few(
               for (int64_t v = 0; v < B::kColumns; v += 64 / sizeof(V)) __builtin_prefetch(ahead + v);
             }
             const int64_t share = j * slice;  // elements of the rows behind, of which others fetched so many
-            const V* const behind =
-                in_order && !ends ? strip_of_b(p0 + p + slice + share / width, j0 + share % width).data : nullptr;
+            const V* const behind = in_order && (is_block || !ends)
+                                        ? strip_of_b(p0 + p + slice + share / width, j0 + share % width).data
+                                        : nullptr;
             multiply(
                 packed_at(p0), depth, p, p + slice, in_place ? strip.data : packed_b, in_place ? b.inner : B::kColumns,
                 p == 0 ? Into::kEmpty : Into::kGoOn, to + j, step, columns, i, i + at_once, behind);
@@ -880,7 +882,7 @@ bool shares_evenly(int64_t k, int64_t depth, int64_t threads) {
 // they read it in the order of its memory.
 template <class V>
 bool shares_rows_of_b(int64_t m, int64_t n, int64_t k, const Factor<V>& b, int64_t threads) {
-  constexpr int64_t kMostRows = 56, kLeast = 3 << 18;
+  constexpr int64_t kMostRows = 56, kLeast = 1 << 18;
   return m <= kMostRows && m * n <= 4 * kInBlocks && b.outer == 1 && b.inner == n && n > kLeast / k &&
          shares_evenly(k, kDepthOf<V>, threads);
 }
@@ -937,7 +939,11 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
   const int64_t unit = b.outer == 1 ? 64 : 8;  // Whole lines of rows, or the columns that are read at once.
   const int64_t columns = round_up((n + threads - 1) / threads, unit);
   const int64_t parts = (n + columns - 1) / columns, block = block_of_row(n, k), blocks = (k + block - 1) / block;
-  const bool in_order = b.outer == 1 && shares_evenly(k, block, threads);
+  // Threads read whole rows where the parts of these are short, or where the caches of all hold b, and only so.
+  constexpr int64_t kShort = 1024, kInL2 = 2 * 1024 * 1024;
+  const bool gains =
+      columns * static_cast<int64_t>(sizeof(T)) <= kShort || bytes <= static_cast<double>(threads * kInL2);
+  const bool in_order = b.outer == 1 && gains && shares_evenly(k, block, threads);
   if (blocks > 1 && n <= kInBlocks && (parts < threads || in_order)) {
     Scratch scratch(Scratch::bytes<V>(blocks * n));
     V* const sums = scratch.take<V>(blocks * n);
