@@ -211,8 +211,8 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
   });
 }
 
-// Columns whose partial sums stay in the first-level cache: half as many next to rows of a b that the second-level cache
-// holds, which come fast. Others are read as far as they go.
+// Columns whose partial sums stay in the first-level cache: half as many next to rows of a b that the second-level
+// cache holds, which come fast. Others are read as far as they go.
 constexpr int64_t kColumnsAtOnce = 1024;
 
 // c = a * b, where elements of a row of b lie next to each other. `sums` has room for the partial sums of
