@@ -293,7 +293,7 @@ void multiply_few(
   constexpr int64_t kInAnyCache = 1024 * 1024;  // Where the order of reading doesn't matter.
   constexpr int64_t kInL3 = 16 * kInAnyCache;
   // A block of whole rows may be one of a matrix that no cache holds.
-  const bool is_block = k == B::kDepth && b.inner == n;
+  const bool is_block = kBytes == 64 && k == B::kDepth && b.inner == n;
   const bool cached = has_rows_of(b, B::kDepth, kInL2) || (!is_block && has_rows_of(b, k, kInAnyCache));
   const bool in_order = kBytes == 64 && !cached && (b.inner == n || n >= kFewColumns), ordered = cached || in_order;
   const bool paged = is_paged<V>(b.inner), in_panels = !ordered && has_rows_of(b, k, kInL3) && (kBytes < 64 || !paged);
