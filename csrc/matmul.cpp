@@ -940,9 +940,9 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
   const int64_t columns = round_up((n + threads - 1) / threads, unit);
   const int64_t parts = (n + columns - 1) / columns, block = block_of_row(n, k), blocks = (k + block - 1) / block;
   // Threads read whole rows where the parts of these are short, or where the caches of all hold b, and only so.
-  constexpr int64_t kShort = 1024, kInL2 = 2 * 1024 * 1024;
+  constexpr int64_t kShort = 1024;
   const bool gains =
-      columns * static_cast<int64_t>(sizeof(T)) <= kShort || bytes <= static_cast<double>(threads * kInL2);
+      columns * static_cast<int64_t>(sizeof(T)) <= kShort || bytes <= static_cast<double>(threads * kSecondLevel);
   const bool in_order = b.outer == 1 && gains && shares_evenly(k, block, threads);
   if (blocks > 1 && n <= kInBlocks && (parts < threads || in_order)) {
     Scratch scratch(Scratch::bytes<V>(blocks * n));

@@ -214,6 +214,7 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
 // Columns whose partial sums stay in the first-level cache: half as many next to rows of a b that the second-level
 // cache holds, which come fast. Others are read as far as they go.
 constexpr int64_t kColumnsAtOnce = 1024;
+constexpr int64_t kSecondLevel = 2 * 1024 * 1024;  // Bytes of b that it holds.
 
 // c = a * b, where elements of a row of b lie next to each other. `sums` has room for the partial sums of
 // kColumnsAtOnce columns.
@@ -272,7 +273,7 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
       });
     }
     // The last vector of columns ends with them, and has some of those of the one before.
-    constexpr int64_t kInCache = 2 * 1024 * 1024 / sizeof(T);
+    constexpr int64_t kInCache = kSecondLevel / sizeof(T);
     const int64_t at_once = kBytes < 64 || k > kInCache / n ? kColumnsAtOnce : kColumnsAtOnce / 2;
     for (int64_t j0 = 0; j0 < n; j0 += at_once) {
       const int64_t width = std::min(at_once, n - j0);
