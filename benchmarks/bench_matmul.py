@@ -43,6 +43,7 @@ SHAPES = (
     (1, 32_768, 16),
 )
 GRID = (1, 16, 64, 128, 500, 1000, 2000, 4096, 8192, 32_768, 100_000)
+FEWER = (1, 16, 128, 1000, 8192)  # For layouts on the CPU, where the whole grid takes minutes.
 SMALL = 2**17  # multiply-adds, of which two cores do as many in a few microseconds
 FEW = "so few multiply-adds an element that starting and reading take most of the time"
 PEERS = {OURS: extension_cpp.matmul, "torch.matmul": torch.matmul}
@@ -146,7 +147,17 @@ def training(device: str, dtype: torch.dtype, side: int) -> Case:
     )
 
 
-def grid(device: str, dtype: torch.dtype) -> Grid:
+LAYOUTS = (("a transposed", transposed, plain), ("b transposed", plain, transposed))
+LAYOUTS += (("both transposed", transposed, transposed),)
+
+
+def grid(
+    device: str,
+    dtype: torch.dtype,
+    layout: str = "",
+    make_a: Callable[..., Tensor] = plain,
+    make_b: Callable[..., Tensor] = plain,
+) -> Grid:
     """Every M, K and N of GRID, up to a millisecond or two each on a GPU, and to ten on the CPU."""
     most_bytes, most_operations = 2**32, 2**40 if dtype.itemsize == 2 else 2**36
     if device == "cpu":
@@ -160,14 +171,21 @@ def grid(device: str, dtype: torch.dtype) -> Grid:
         device,
         dtype,
         ("M", "K", "N"),
-        GRID,
+        FEWER if layout and device == "cpu" else GRID,
         extension_cpp.matmul,
         ("torch.mm", torch.mm),
-        lambda m, k, n: (plain(m, k, device, dtype), plain(k, n, device, dtype)),
+        lambda m, k, n: (make_a(m, k, device, dtype), make_b(k, n, device, dtype)),
         fits,
         lambda m, k, n: tolerance(dtype, k),
         partial(reason, device, dtype),
+        layout,
     )
+
+
+def grids(device: str, dtype: torch.dtype) -> Iterator[Grid]:
+    yield grid(device, dtype)
+    for layout, make_a, make_b in LAYOUTS:
+        yield grid(device, dtype, layout, make_a, make_b)
 
 
 def cases(device: str) -> Iterator[Case | Grid]:
@@ -199,13 +217,13 @@ def cases(device: str) -> Iterator[Case | Grid]:
     for dtype in TOLERANCES if device == "cuda" else ():
         for sizes in SHAPES:
             yield case(device, dtype, sizes, size=by(sizes))
-        yield grid(device, dtype)
+        yield from grids(device, dtype)
     if device == "cpu":
         for dtype in TOLERANCES:
             yield from vectors(device, dtype)
-        yield grid(device, torch.float32)
+        yield from grids(device, torch.float32)
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # Else PyTorch's takes up to twenty times as long as ours.
-            yield grid(device, torch.bfloat16)
+            yield from grids(device, torch.bfloat16)
 
 
 def vectors(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -226,12 +244,7 @@ def particular(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for title, make_b in (("", plain), (" transposed", transposed)):
             size = f"{m} by {large:,} by {large:,}{title}"
             yield case(device, dtype, (m, large, large), make_b=make_b, workload="skinny", size=size)
-    for title, make_a, make_b in (
-        ("a transposed", transposed, plain),
-        ("b transposed", plain, transposed),
-        ("both transposed", transposed, transposed),
-        ("rows off alignment", unaligned, unaligned),
-    ):
+    for title, make_a, make_b in (*LAYOUTS, ("rows off alignment", unaligned, unaligned)):
         yield case(device, dtype, (side, side, side), make_a, make_b, workload="strided", size=title)
     yield case(device, dtype, prime, size=by(prime))
     yield training(device, dtype, side)

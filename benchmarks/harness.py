@@ -112,13 +112,15 @@ class Grid:
     """How far the two results may be apart, relative to the largest."""
     reason: Callable[..., str] = lambda *sizes: ""
     """Why the peer is faster, where it is."""
+    layout: str = ""
+    """How the arguments lie in memory, where they aren't contiguous."""
     short: bool = False
     bytes: int = 0
     operations: int = 0
 
     @property
     def name(self) -> str:
-        return f"a grid of {', '.join(self.axes)}, {dtype_name(self.dtype)}"
+        return f"a grid of {', '.join(filter(None, (*self.axes, dtype_name(self.dtype), self.layout)))}"
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

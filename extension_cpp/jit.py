@@ -40,6 +40,8 @@ def load(*sources: str | os.PathLike, name: str | None = None) -> None:
             what none defines, registers an operator with a schema or signature that can't be read, or a kernel for an
             operator that no library has; if another user can write into the cache.
         RuntimeError: if the operators are registered already; a process can register them once.
+        ValueError: if a source is neither a ``.cpp`` nor a ``.cu`` file.
+        FileNotFoundError: if there is no such file.
 
     Example:
         >>> extension_cpp.jit.load("scale.cpp", "scale.cu")

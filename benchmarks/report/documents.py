@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import records
 from benchmarks.records import BEHIND, ROOT, Results, best_peer
 from benchmarks.report import overview, pictures, words
-from benchmarks.report.words import describe, readable, times
+from benchmarks.report.words import UNDECLARED, describe, readable, times
 
 PICTURES = Path("benchmarks/pictures")
 START, END = "<!-- speed: written by make report -->", "<!-- end of speed -->"
@@ -127,7 +127,7 @@ def grids(found: list[Results]) -> str:
     for results, each in mapped:
         place, ratio = each.worst
         numbers = f"{len(each.ratios):,}", times(each.mean), times(ratio), place, str(each.below)
-        where = results.header["machine"], f"{', '.join(each.record['axes'])}, {each.record['dtype']}"
+        where = results.header["machine"], each.record["case"].removeprefix("a grid of ")
         text += row(f"`{each.record['op']}`", *where, *numbers)
     said = [
         f"- `{each.record['op']}`, {each.record['case']}, on {results.header['machine']}: {line}\n"
@@ -146,12 +146,11 @@ def mapped_operators(found: list[Results]) -> list[str]:
 
 
 def reasons(found: list[Results]) -> str:
-    """Why cells are below, of the cases that declare it."""
+    """Why cells are below."""
     said = [
-        f"- `{cell['op']}`, {cell['case']}, on {results.header['machine']}: {cell['reason']}\n"
+        f"- `{cell['op']}`, {cell['case']}, on {results.header['machine']}: {cell.get('reason') or UNDECLARED}\n"
         for results in found
         for cell in results.behind()
-        if cell.get("reason")
     ]
     return "\n" + "".join(said) if said else ""
 
@@ -173,10 +172,11 @@ def page(found: list[Results]) -> str:
     """benchmarks/README.md: every picture and every case."""
     text = "# Results\n\nWritten by `make report` from `results`, which `make bench` measures: the median of rounds"
     text += (
-        " in which ours and its peers\ntake turns. The limit is the time that a case's bytes or operations take at the"
+        " in which ours and its peers\ntake turns. The limit is the least time that a case can take: that of moving its"
     )
-    text += " machine's rates, or that of a part\nthat can't be left out, as a sort: all measured in the same run."
-    text += " On the CPU, that of the bytes is the time of a copy\nof as many, which takes turns with the others too.\n"
+    text += " bytes, of doing its operations, or of a step\nthat it can't do without, such as a sort, whichever is longest."
+    text += " All are measured in the same run. On the CPU, the bytes\nare moved by a copy of as many, which takes turns"
+    text += " with the contenders.\n"
     operators = [results for results in found if results.of_operators]
     if operators:
         text += (
@@ -213,7 +213,8 @@ def detectors(found: list[Results]) -> str:
         kinds: dict[str, dict[str, list[dict]]] = {}
         for case in results.cases().values():
             kinds.setdefault(case[0]["op"], {})[case[0]["workload"]] = case
-        names = "of it batched_nms", "an image with ours", "of it batched_nms", "torchvision alone / with ours"
+        which = "batched_nms in it"
+        names = which, "an image with ours", which, "torchvision alone / with ours, median of rounds"
         text += f"\n{describe(results)}.\n\n" + head("model", "an image, torchvision alone", *names)
         for op, cases in kinds.items():
             if "an image" not in cases:

@@ -275,12 +275,13 @@ def draw_grid(axes: Axes, found: Map) -> None:
     axes.set_yticks([0.5, len(rows) - 0.5], [f"{rows[0]:,}", f"{rows[-1]:,}"])
     names = found.record["axes"]
     axes.set_xticks([i * step + len(columns) / 2 for i in range(len(groups))], [f"{names[1]} {n:,}" for n in groups])
-    axes.set_title(f"{found.record['dtype']}: {summary(found)}", pad=3)
+    what = found.record["case"].removeprefix(f"a grid of {', '.join(names)}, ")
+    axes.set_title(f"{what}: {summary(found)}", pad=3)
     axes.set_ylabel(names[0], rotation=0, labelpad=-10)
 
 
 def grids(results: Results, op: str) -> bytes:
-    """An operator's grids, a strip a dtype: where the peer is faster."""
+    """An operator's grids, a strip a dtype and layout: where the peer is faster."""
     found = [each for each in results.grids() if each.record["op"] == op]
     record = found[0].record
     with matplotlib.rc_context(SETTINGS):

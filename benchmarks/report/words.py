@@ -6,6 +6,7 @@ from rich.table import Table
 
 from benchmarks.records import BEHIND, Map, Results
 
+UNDECLARED = "no reason is declared"
 PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
 
 
@@ -43,7 +44,7 @@ def behind(found: list[Results]) -> list[str]:
     """A line for each cell that is below its best peer, with the reason that its case declares."""
     return [
         f"{cell['op']}: {cell['case']} on {results.header['machine']}: {cell['contender']} takes "
-        f"{times(cell['ratio'])} times as long as ours: {cell.get('reason') or 'no reason is declared'}"
+        f"{times(cell['ratio'])} times as long as ours: {cell.get('reason') or UNDECLARED}"
         for results in found
         for cell in results.behind()
     ]
@@ -62,7 +63,7 @@ def reasons(grid: Map) -> list[str]:
     for reason, cells in grid.reasons:
         place, worst = cells[0]
         count = f"{len(cells)} {'cell' if len(cells) == 1 else 'cells'}, the worst {times(worst)} at {place}"
-        lines.append(f"{count}: {reason or 'no reason is declared'}")
+        lines.append(f"{count}: {reason or UNDECLARED}")
     return lines
 
 

@@ -14,8 +14,8 @@ class ConvRNN(torch.nn.Module):
     .. math:: h_t[n] = \tanh\Big(\sum_{k=0}^{K-1} w[k] \, h_{t-1}[(n + k - p) \bmod H] + x_t[n]\Big), \quad
         p = \lfloor K / 2 \rfloor
 
-    It is called as :class:`torch.nn.RNN` is. K weights, whatever H is: the input has the size of the state, and what is
-    wanted before or after it, a linear layer say, is a module of its own.
+    It is called as :class:`torch.nn.RNN` is. It has K weights for every H. Input and state have the same size H; for another
+    size, put a linear layer before or after it.
 
     Args:
         kernel_size: K, from 1 to H.

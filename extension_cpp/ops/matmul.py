@@ -76,11 +76,14 @@ def matmul(a: Tensor, b: Tensor, allow_tf32: bool = False) -> Tensor:
     ``torch.backends.cuda.matmul.fp32_precision = "tf32"``, or what sets that, as
     ``torch.set_float32_matmul_precision("high")``. Factors are then rounded to 11 bits: :math:`\varepsilon = 2^{-10}`.
 
+    ``torch.ops.extension_cpp.matmul`` doesn't read that switch: its third argument, ``allow_tf32=True``, allows tf32.
+
     A transposed view is as fast as a contiguous matrix. The bits of the result are the same on every run and for every
     layout of `a` and `b`, on one type of device.
 
-    Differentiable any number of times, backward and forward, by the same operator: the gradients are :math:`g b^T` and
-    :math:`a^T g`.
+    Differentiable any number of times, backward and forward. The gradients are :math:`g b^T` and :math:`a^T g`, by the same
+    operator. In forward mode, and under ``vmap`` of both factors, PyTorch's own product computes the result, whose bits may
+    differ.
 
     Raises:
         RuntimeError: if a shape, dtype or device is not as above.

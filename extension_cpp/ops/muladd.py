@@ -42,7 +42,7 @@ def mymuladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     Args:
         a: any shape; float16, bfloat16, float32 or float64; any strides.
         b: a shape that broadcasts with that of `a`; dtype and device of `a`.
-        c: the number to add.
+        c: the number to add; rounded to float32 unless `a` is float64.
 
     Returns:
         A tensor of the shape that `a` and `b` broadcast to, of their dtype, with the strides that ``a * b`` would have.
@@ -99,7 +99,7 @@ def myadd_out(a: Tensor, b: Tensor, out: Tensor) -> None:
         >>> out
         tensor([4., 5.])
     """
-    torch.add(a, b, out=out)
+    out.copy_(a + b)
 
 
 @operator(flops="2 ...", fused=_fused_backward, triton=True, public=False)

@@ -92,22 +92,22 @@ def test_a_grid():
     """A row and a strip of a picture for each: how many cells are below the peer, the mean, and the worst."""
     ours = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, None]
     theirs = [2.0, 0.93, 0.85, 0.5, 1.0, 1.0, 1.0, None]
-    described = {"op": "a", "case": "a grid", "workload": "grid", "dtype": "float32", "contender": "peer", "ours": ours}
+    case = "a grid of M, K, N, float32, b transposed"
+    described = {"op": "a", "case": case, "workload": "grid", "dtype": "float32", "contender": "peer", "ours": ours}
     record = {**described, "theirs": theirs, "axes": ["M", "K", "N"], "values": [1, 1000]}
     found = records.Results({"family": "a", "machine": "here", "device": "cuda"}, [record])
-    assert "| `a` | here | M, K, N, float32 | 7 | 0.97 | 0.50 | M 1, K 1,000, N 1,000 | 3 |\n" in report.grids([found])
+    assert "| `a` | here | M, K, N, float32, b transposed | 7 | 0.97 | 0.50 | M 1, K 1,000, N 1,000 | 3 |\n" in report.grids([found])
     picture = pictures.grids(found, "a").decode()
     assert "here: the time of peer / ours; M down, N across, within each K" in picture
-    assert (
-        "float32: 3 of 7 cells below 0.95 of peer, geometric mean 0.97, worst 0.50 at M 1, K 1,000, N 1,000" in picture
-    )
+    said = "3 of 7 cells below 0.95 of peer, geometric mean 0.97, worst 0.50 at M 1, K 1,000, N 1,000"
+    assert f"float32, b transposed: {said}" in picture
     shapes = re.findall(r'clip-path="[^"]*" style="fill: #\w+', picture)
     assert len(shapes) == len(pictures.CLASSES), "a shape for each class of ratios"
     assert report.grids([records.Results({"machine": "here"}, [])]) == ""
     record["reasons"] = {"Physics.": [[1, 1, 1000], [1, 1000, 1000], [1, 1, 1]]}
     assert (
-        "\n- `a`, a grid, on here: 2 cells, the worst 0.50 at M 1, K 1,000, N 1,000: Physics.\n"
-        "- `a`, a grid, on here: 1 cell, the worst 0.85 at M 1, K 1,000, N 1: no reason is declared\n"
+        f"\n- `a`, {case}, on here: 2 cells, the worst 0.50 at M 1, K 1,000, N 1,000: Physics.\n"
+        f"- `a`, {case}, on here: 1 cell, the worst 0.85 at M 1, K 1,000, N 1: no reason is declared\n"
         in report.grids([found])
     )
 
