@@ -174,8 +174,12 @@ def page(found: list[Results]) -> str:
     text += (
         " in which ours and its peers\ntake turns. The limit is the least time that a case can take: that of moving its"
     )
-    text += " bytes, of doing its operations, or of a step\nthat it can't do without, such as a sort, whichever is longest."
-    text += " All are measured in the same run. On the CPU, the bytes\nare moved by a copy of as many, which takes turns"
+    text += (
+        " bytes, of doing its operations, or of a step\nthat it can't do without, such as a sort, whichever is longest."
+    )
+    text += (
+        " All are measured in the same run. On the CPU, the bytes\nare moved by a copy of as many, which takes turns"
+    )
     text += " with the contenders.\n"
     operators = [results for results in found if results.of_operators]
     if operators:

@@ -79,13 +79,14 @@ def test_the_worst_cell_of_each_operator():
         peer = {"contender": "peer", "ratio": ratio, **described}
         return [{"contender": "extension_cpp", **described}, peer, {**peer, "contender": "slow peer", "ratio": 9}]
 
-    cells = [*case("a", 2), *case("a", 0.5, reason="Physics."), *case("a", 1.5), *case("b", 1)]
+    cells = [*case("a", 2), *case("a", 0.5, reason="Physics."), *case("a", 1.5), *case("b", 0.9)]
     found = [records.Results({"family": "a", "machine": "here"}, cells)]
     assert report.worst(found).splitlines()[2:] == [
         "| `a` | here | 3 | 1.50 | 0.50 | at 0.5: peer | 1 |",
-        "| `b` | here | 1 | 1.00 | 1.00 | at 1: peer |  |",
+        "| `b` | here | 1 | 0.90 | 0.90 | at 0.9: peer | 1 |",
     ]
-    assert report.reasons(found) == "\n- `a`, at 0.5, on here: Physics.\n"
+    why = "\n- `a`, at 0.5, on here: Physics.\n- `b`, at 0.9, on here: no reason is declared\n"
+    assert report.reasons(found) == why
 
 
 def test_a_grid():
@@ -96,7 +97,8 @@ def test_a_grid():
     described = {"op": "a", "case": case, "workload": "grid", "dtype": "float32", "contender": "peer", "ours": ours}
     record = {**described, "theirs": theirs, "axes": ["M", "K", "N"], "values": [1, 1000]}
     found = records.Results({"family": "a", "machine": "here", "device": "cuda"}, [record])
-    assert "| `a` | here | M, K, N, float32, b transposed | 7 | 0.97 | 0.50 | M 1, K 1,000, N 1,000 | 3 |\n" in report.grids([found])
+    row = "| `a` | here | M, K, N, float32, b transposed | 7 | 0.97 | 0.50 | M 1, K 1,000, N 1,000 | 3 |\n"
+    assert row in report.grids([found])
     picture = pictures.grids(found, "a").decode()
     assert "here: the time of peer / ours; M down, N across, within each K" in picture
     said = "3 of 7 cells below 0.95 of peer, geometric mean 0.97, worst 0.50 at M 1, K 1,000, N 1,000"
