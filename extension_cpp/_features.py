@@ -215,5 +215,10 @@ def document(contracts: Iterable[Any], contract: type) -> str:
     lines = [*rows(operators, proofs(contract), reasons)]
     head = ["feature", *(f"`{operator.name}`" for operator in operators), "proved by"]
     table = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
-    text = [HEAD, *table, "\nWhy an operator lacks a feature:\n", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1))]
+    text = [
+        HEAD,
+        *table,
+        "\nWhy an operator lacks a feature:\n",
+        *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1)),
+    ]
     return "\n".join(text) + "\n"
