@@ -74,7 +74,15 @@ def tolerance(dtype: torch.dtype, k: int) -> float:
     return TOLERANCES[dtype] * max(1.0, k / 128)
 
 
-def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
+def reason(
+    device: str,
+    dtype: torch.dtype,
+    make_a: Callable[..., Tensor],
+    make_b: Callable[..., Tensor],
+    m: int,
+    k: int,
+    n: int,
+) -> str:
     """Why the peer is faster, where it is."""
     if device == "cpu":
         if m * k * n <= SMALL:
@@ -91,9 +99,10 @@ def reason(device: str, dtype: torch.dtype, m: int, k: int, n: int) -> str:
         return FEW if k <= 16 else ""
     if k <= 16 or min(m, n) <= 16:
         return FEW
-    if dtype.itemsize == 2 and (k % 8 or n % 8):
+    rows = m if make_a is transposed else k, k if make_b is transposed else n  # elements of a row in memory
+    if dtype.itemsize == 2 and any(row % 8 for row in rows):
         return "rows that don't begin at a multiple of 16 bytes are read in small pieces or copied first"
-    if dtype.itemsize == 2 and n * dtype.itemsize % 128:
+    if dtype.itemsize == 2 and any(row % 64 for row in rows):
         return "rows that don't begin at a line of the cache take two of them for each that a tile reads"
     if dtype == torch.float64:
         return "small tiles wait for their copies, and parts of k for their sums"
@@ -123,7 +132,7 @@ def case(
         "bytes": dtype.itemsize * (m * k + k * n + m * n),
         "operations": 2 * m * k * n,
         "tolerance": tolerance(dtype, k),
-        "reason": reason(device, dtype, m, k, n),
+        "reason": reason(device, dtype, make_a, make_b, m, k, n),
     }
     return Case("matmul", device, **common | described)
 
@@ -177,7 +186,7 @@ def grid(
         lambda m, k, n: (make_a(m, k, device, dtype), make_b(k, n, device, dtype)),
         fits,
         lambda m, k, n: tolerance(dtype, k),
-        partial(reason, device, dtype),
+        partial(reason, device, dtype, make_a, make_b),
         layout,
     )
 

@@ -122,6 +122,7 @@ void simt(
     if (plan.shape == kFew && along_k) return run_simt<Few, kElements, kAlongK>(launch, p, plan);
     if (plan.shape == kSmall && rows_a && rows_b) return run_simt<Small, kRows, kRows>(launch, p, plan);
     if (plan.shape == kSmall && rows_b) return run_simt<Small, kElements, kRows>(launch, p, plan);
+    if (plan.shape == kSmall && along_k) return run_simt<Small, kElements, kAlongK>(launch, p, plan);
     if (plan.shape == kFewest && rows_b) return run_simt<Fewest, kElements, kRows>(launch, p, plan);
     if (plan.shape == kFewest && along_k) return run_simt<Fewest, kElements, kAlongK>(launch, p, plan);
     if (rows_a && rows_b) return run_simt<Narrow, kRows, kRows>(launch, p, plan);

@@ -79,7 +79,7 @@ __device__ __forceinline__ void read(
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       Vector vector{};
-      if (row < rows && k < depth) vector = *reinterpret_cast<const Vector*>(from + e * inner);
+      if (row < rows && k + e < depth) vector = *reinterpret_cast<const Vector*>(from + e * inner);
       memcpy(vectors[e], &vector, sizeof(vector));
     }
 #pragma unroll
@@ -126,6 +126,7 @@ template <class T, int kVec, Along kA, Along kB>
 struct Tile {
   static constexpr int kColumns = 8 * kVec, kOfRow = 2 * kVec;  // of the tile, and sums that a thread has of a row
   static constexpr int kStored = std::max(kVec, kHalf<T> ? 4 : 2);
+  static constexpr int kStaged = kColumns + 8 / sizeof(T);  // Neighbouring rows lie in different banks.
 
   const Operands<T>& p;
   int row, column;  // of the tile
@@ -152,14 +153,51 @@ struct Tile {
   // Sum number e of the thread's row r, in the order of columns, but those from kStored on may lie further on.
   __device__ __forceinline__ Sum<T> sum(int r, int e) const { return sums[e % kVec][2 * r + e / kVec]; }
 
+  __device__ __forceinline__ int column_of(int e) const {
+    return threadIdx.x % 4 * kStored + e / kStored * (kColumns / 2) + e % kStored;
+  }
+
+  // Stores the warp's sums where rows don't begin with a vector: through shared memory, as writing elements that don't
+  // lie side by side takes many times as long.
+  __device__ __forceinline__ void store_elements(Element<T> (*staged)[kStaged]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int e = 0; e < kOfRow; ++e) {
+        const T rounded = round_to<T>(sum(r, e));
+        memcpy(&staged[own_row() - row + r][column_of(e)], &rounded, sizeof(T));
+      }
+    }
+    __syncwarp();
+    auto* const c = reinterpret_cast<Element<T>*>(p.c);
+    constexpr int kAtOnce = kHalf<T> ? 2 : 1;  // a word of halves, which a row may begin within
+    const int columns = min(kColumns, p.n - column);
+#pragma unroll 4
+    for (int at = threadIdx.x % 32; at < kRows * kColumns / kAtOnce; at += 32) {
+      const int i = at / (kColumns / kAtOnce);
+      if (row + i >= p.m) break;
+      Element<T>* const to = c + (row + i) * p.c_outer + column;
+      const int before = kHalf<T> ? reinterpret_cast<uintptr_t>(to) / sizeof(T) % 2 : 0;
+      const int j = at % (kColumns / kAtOnce) * kAtOnce + before;
+      if (before != 0 && j == before) to[0] = staged[i][0];
+      if constexpr (kHalf<T>) {
+        if (j + 1 < columns) {
+          *reinterpret_cast<uint32_t*>(to + j) = staged[i][j] | uint32_t{staged[i][j + 1]} << 16;
+          continue;
+        }
+      }
+      if (j < columns) to[j] = staged[i][j];
+    }
+    __syncwarp();
+  }
+
   // Stores kCount sums of the thread's row r, from number e on.
   template <int kCount>
   __device__ __forceinline__ void store(int r, int e, const Sum<T>* values) const {
-    const int i = own_row() + r;
-    const int j = column + threadIdx.x % 4 * kStored + e / kStored * (kColumns / 2) + e % kStored;
+    const int i = own_row() + r, j = column + column_of(e);
     if (i >= p.m || j >= p.n) return;
     T* to = p.c + i * p.c_outer + j;
-    if constexpr (kB != Along::kNeither) {
+    if (kB != Along::kNeither || p.n % kCount == 0) {
       store_vector<T, kCount>(to, values);
     } else {
 #pragma unroll
@@ -181,6 +219,7 @@ __global__ void __launch_bounds__(kThreads, 3) low_rank_kernel(const __grid_cons
     tile.row = static_cast<int>((row * (kWarps >> p.across) + row_of_warp) * p.tiles) * kRows;
     tile.column = static_cast<int>((column << p.across) + column_of_warp) * tile.kColumns;
     const int end = min(tile.row + p.tiles * kRows, p.m);
+    __shared__ Element<T> staged[kB == Along::kNeither ? kWarps * kRows : 1][tile.kStaged];
     if (tile.column >= p.n || tile.row >= end) return;
     tile.read_a(0);
     tile.read_b(0);
@@ -194,6 +233,10 @@ __global__ void __launch_bounds__(kThreads, 3) low_rank_kernel(const __grid_cons
       tile.add();
       more = tile.row + kRows < end;
       if (more) tile.read_a(0, kRows);  // Before these are stored.
+      if (kB == Along::kNeither && p.n % tile.kStored != 0) {
+        tile.store_elements(staged + warp * kRows);
+        continue;
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -259,22 +302,28 @@ template <int kWidest, class T, class Function>
 void with_layout(const Product<T, Sum<T>>& product, const Function& f) {
   constexpr Along kK = Along::kK, kRows = Along::kRows, kNeither = Along::kNeither;
   constexpr int kLeast = kHalf<T> ? 8 : 16;  // bytes that threads read along k
+  constexpr int kPair = 2 * static_cast<int>(sizeof(T));
   const int64_t n = product.n;
-  const bool vectors_a = product.k % 4 == 0 && product.a.inner == 1 && piece_of(product.a) >= kLeast;
-  const int piece = vectors_a ? piece_of(product.b) : 0;
-  const bool along_k = product.b.inner == 1;
+  const bool fours = product.k % 4 == 0, along_k = product.b.inner == 1;
+  const int piece_a = piece_of(product.a), piece_b = piece_of(product.b);
+  const bool rows_a = product.a.inner != 1 && product.m % 2 == 0 && piece_a >= kPair;
+  const bool vectors_a = rows_a || (fours && product.a.inner == 1 && piece_a >= kLeast);
+  const int piece = vectors_a && (fours || !along_k) ? piece_b : 0;
+  const auto call = [&]<int kVec>(std::integral_constant<int, kVec>) {
+    if (rows_a) return along_k ? f.template operator()<kVec, kRows, kK>() : f.template operator()<kVec, kRows, kRows>();
+    along_k ? f.template operator()<kVec, kK, kK>() : f.template operator()<kVec, kK, kRows>();
+  };
   if (!kHalf<T> || n <= kFewColumns) {
-    if (n % (kHalf<T> ? 4 : 2) != 0 || piece < (along_k ? kLeast : 2 * static_cast<int>(sizeof(T)))) {
+    if (n % (kHalf<T> ? 4 : 2) != 0 || piece < (along_k ? kLeast : kPair)) {
       return f.template operator()<2, kNeither, kNeither>();
     }
-    return along_k ? f.template operator()<2, kK, kK>() : f.template operator()<2, kK, kRows>();
+    return call(std::integral_constant<int, 2>());
   }
   if constexpr (kHalf<T>) {
-    if (n % kWidest == 0 && along_k && piece >= kLeast) return f.template operator()<kWidest, kK, kK>();
-    if (n % kWidest == 0 && !along_k && piece >= 2 * kWidest) return f.template operator()<kWidest, kK, kRows>();
-    if (n % 4 == 0 && piece >= kLeast) {
-      return along_k ? f.template operator()<4, kK, kK>() : f.template operator()<4, kK, kRows>();
+    if (n % kWidest == 0 && piece >= (along_k ? kLeast : 2 * kWidest)) {
+      return call(std::integral_constant<int, kWidest>());
     }
+    if (n % 4 == 0 && piece >= kLeast) return call(std::integral_constant<int, 4>());
     f.template operator()<kWidest, kNeither, kNeither>();
   }
 }
@@ -309,7 +358,8 @@ void multiply(Launch& launch, const Product<T, Sum<T>>& product, const Device& d
     const int64_t columns = ceil_div(product.n, 8 * kVec << across), below = ceil_div(rows, kWarps >> across);
     // A warp reads its columns of b once for some tiles, as long as there is work for all. Where neighbours share
     // sectors of memory, it is written fastest in order.
-    const int64_t most = product.n % kSector != 0 ? 1 : !is_long ? 4 : kHalf<T> ? 2 : 8;
+    const bool in_order = product.n % kSector != 0 && kB != Along::kNeither;
+    const int64_t most = in_order ? 1 : !is_long ? 4 : kHalf<T> ? 2 : 8;
     const int64_t tiles = std::clamp<int64_t>(below * columns / (kBlocks * device.processors), 1, most);
     launch(
         low_rank_kernel<T, kVec, kA, kB>, ceil_div(below, tiles) * columns, kThreads, 0,
