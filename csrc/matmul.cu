@@ -61,9 +61,10 @@ void make_readable(
   pad(product.b, product.n, b_along_k, pads[1], memory[1]);
   const int64_t count = pads[0].chunks() + pads[1].chunks();
   if (count == 0) return;
+  const bool squares = pads[0].in_squares() || pads[1].in_squares();
   start(
-      launch, device, true, pad_kernel, std::min(ceil_div(count, kCopyThreads), kMostCopyBlocks), kCopyThreads, 0,
-      pads[0], pads[1]);
+      launch, device, true, squares ? pad_kernel<true> : pad_kernel<false>,
+      std::min(ceil_div(count, kCopyThreads), kMostCopyBlocks), kCopyThreads, 0, pads[0], pads[1]);
 }
 
 // With the plan's parts of k, which are in steps of S::kK, and tiles of S.
@@ -254,14 +255,27 @@ Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
 }
 
 // Whether threads copy the tiles of a plan in pieces, as that takes less time than copying what the memory accelerator
-// can't read.
+// can't read. Plans don't depend on layouts: a large factor may be one of those, where the plan's tiles can't be copied
+// in pieces, so that it then has other tiles, with the same parts of k.
 template <class T>
-bool is_in_pieces(const Product<T, float>& product, const Plan& plan, const Device& device) {
+bool makes_pieces(const Product<T, float>& product, Plan& plan, const Device& device) {
   const int piece = std::min(piece_of(product.a), piece_of(product.b));
-  if (piece == 0 || plan.rows + plan.columns != 0 || hopper::run_of_pieces<T>(plan.shape) == nullptr) return false;
+  if (piece == 0 || plan.rows + plan.columns != 0) return false;
   const int64_t of_a = hopper::reads(product.a, product.m, product.k) ? 0 : product.m * product.k;
   const int64_t of_b = hopper::reads(product.b, product.n, product.k) ? 0 : product.n * product.k;
-  return time_of_pieces(plan, piece, device) < time_of_copies(of_a + of_b);
+  const double copies = time_of_copies(of_a + of_b);
+  if (hopper::run_of_pieces<T>(plan.shape) != nullptr) return time_of_pieces(plan, piece, device) < copies;
+  std::optional<Plan> best;
+  for (const int shape : {hopper::kSmall, hopper::kTall}) {
+    const hopper::Tile& tile = hopper::kTiles[shape];
+    Plan made = plan;
+    made.shape = shape;
+    made.tiling.tiles_m = ceil_div(product.m, tile.m), made.tiling.tiles_n = ceil_div(product.n, tile.n);
+    made.nanoseconds += time_of_pieces(made, piece, device);
+    if (made.nanoseconds < (best ? best->nanoseconds : plan.nanoseconds + copies)) best = made;
+  }
+  if (best) plan = *best;
+  return best.has_value();
 }
 
 template <class T>
@@ -275,10 +289,10 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   const bool crowded = narrow && product.n < hopper::kTiles[hopper::kNarrowest].n &&
                        product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
   const int64_t k = product.k;
-  const Plan chosen = remembered(m, n, k, device, [&] {
+  Plan chosen = remembered(m, n, k, device, [&] {
     return narrow ? plan_wgmma<T>(product.m, product.n, k, true, swapped, device) : plan_in_two<T>(m, n, k, device);
   });
-  const bool in_pieces = is_in_pieces(product, chosen, device);
+  const bool in_pieces = makes_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];
   if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);
   const auto multiply = [&](const Product<T, float>& product, const Plan& plan) {

@@ -134,9 +134,10 @@ struct Pad {
     }
   }
 
+  template <bool kSquares>
   __device__ void copy(int64_t chunk) const {
     const int64_t across = ceil_div(columns, 8), row = chunk / across, column = chunk % across * 8;
-    if (in_squares()) return copy_square(row * 8, column, across);
+    if (kSquares && in_squares()) return copy_square(row * 8, column, across);
     const uint16_t* source = from + row * row_stride + column * column_stride;
     const bool in_fours =
         column_stride == 1 && columns % 4 == 0 && row_stride % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 8 == 0;
@@ -155,13 +156,14 @@ struct Pad {
   }
 };
 
-// Either may have no rows.
-static __global__ void pad_kernel(Pad a, Pad b) {
+// Either may have no rows. Squares take more registers, with which others would be copied more slowly.
+template <bool kSquares>
+__global__ void pad_kernel(Pad a, Pad b) {
   wait_for_kernel_before();
   const int64_t of_a = a.chunks(), count = of_a + b.chunks();
   for (int64_t i = int64_t(blockIdx.x) * kCopyThreads + threadIdx.x; i < count;
        i += int64_t(gridDim.x) * kCopyThreads) {
-    i < of_a ? a.copy(i) : b.copy(i - of_a);
+    i < of_a ? a.copy<kSquares>(i) : b.copy<kSquares>(i - of_a);
   }
 }
 
