@@ -81,6 +81,8 @@ def save(figure: Figure, title: str, data: object) -> bytes:
     figure.savefig(target, format="svg", transparent=True, metadata=made)
     repeated = r' transform="rotate\(-0 [^"]*\)"| id="[a-z0-9.]+_\d+"|font-family: [^;]*; |^ +| +$'
     text = re.sub(repeated, "", target.getvalue(), flags=re.MULTILINE)
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # No screen shows more of a coordinate.
+    text = re.sub(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4\b", r"M\1 \2H\3V\4H\1", text.replace("\nL ", " L "))
     text = text.replace("</style>", f"\n@media (prefers-color-scheme: dark) {{\n{DARK}}}</style>", 1)
     fonts = ", ".join(matplotlib.rcParams["font.sans-serif"])
     return text.replace("<svg ", f'<svg font-family="{fonts}, sans-serif" ', 1).encode()
@@ -241,20 +243,25 @@ CLASSES = ((BEHIND, "ours", 0.25), (0.9, "other 1", 0.45), (0.8, "other 1", 0.8)
 
 
 def rectangles(places: list[tuple[int, int]]) -> Path:
-    """Cells as one path: those next to each other in a row as one rectangle."""
+    """Cells as one path: those next to each other in a row as one rectangle, and those of rows that are alike."""
     runs: list[list[int]] = []  # row, first and last column
     for row, column in sorted(places):
         if runs and runs[-1][0] == row and runs[-1][2] + 1 == column:
             runs[-1][2] = column
         else:
             runs.append([row, column, column])
-    corners = [[(first, row), (last + 1, row), (last + 1, row + 1), (first, row + 1)] for row, first, last in runs]
+    tall: dict[tuple[int, int, int], int] = {}  # by its columns and the row below: the first row
+    for row, first, last in runs:
+        tall[first, last, row + 1] = tall.pop((first, last, row), row)
+    corners = [
+        [(first, top), (last + 1, top), (last + 1, end), (first, end)] for (first, last, end), top in tall.items()
+    ]
     # Filled, so that the last corner needs no line back to the first.
     return Path.make_compound_path(*map(Path, corners))
 
 
-def draw_grid(axes: Axes, found: Map) -> None:
-    """Rows are the first axis; columns the third, within each size of the second."""
+def draw_grid(axes: Axes, found: Map, labelled: bool) -> None:
+    """Rows are the first axis; columns the third, within each size of the second, which is `labelled`."""
     # Of each axis the sizes that have a cell.
     rows, groups, columns = ([n for n in found.record["values"] if n in some] for some in zip(*found.ratios))
     step = len(columns) + 1
@@ -274,7 +281,8 @@ def draw_grid(axes: Axes, found: Map) -> None:
     axes.grid(False)
     axes.set_yticks([0.5, len(rows) - 0.5], [f"{rows[0]:,}", f"{rows[-1]:,}"])
     names = found.record["axes"]
-    axes.set_xticks([i * step + len(columns) / 2 for i in range(len(groups))], [f"{names[1]} {n:,}" for n in groups])
+    labels = [f"{names[1]} {n:,}" for n in groups] if labelled else []
+    axes.set_xticks([i * step + len(columns) / 2 for i in range(len(labels))], labels)
     what = found.record["case"].removeprefix(f"a grid of {', '.join(names)}, ")
     axes.set_title(f"{what}: {summary(found)}", pad=3)
     axes.set_ylabel(names[0], rotation=0, labelpad=-10)
@@ -301,5 +309,6 @@ def grids(results: Results, op: str) -> bytes:
             figure.text(x + 0.015, y, name, color=COLOURS["faint"], size=7)
         for i, each in enumerate(found):
             bottom = height - top - tall * (i + 1) + 0.24
-            draw_grid(figure.add_axes((0.075, bottom / height, 0.915, (tall - 0.46) / height)), each)
+            area = figure.add_axes((0.075, bottom / height, 0.915, (tall - 0.46) / height))
+            draw_grid(area, each, [other.record["dtype"] for other in found[i : i + 2]] != [each.record["dtype"]] * 2)
         return save(figure, f"{op}: a grid of sizes", [machine, *(each.record for each in found)])
