@@ -4,7 +4,7 @@
 // Geijn, "BLIS: A framework for rapidly instantiating BLAS functionality", 2015): a strip of b stays in the first-level
 // cache, a block of a in the second, and a tile of c in registers. Each element of c is a sum over k in ascending order
 // within blocks of kDepth, whatever the layouts, the number of threads and the place in the matrix: the bits don't
-// depend on them. One row is multiplied by row.h, in an order of its own.
+// depend on them. One row is multiplied by row.h, and bfloat16 by pairs.h or amx.h, in orders of their own.
 #include "matmul.h"
 
 #include <algorithm>
@@ -242,12 +242,13 @@ bool is_few(int64_t m, int64_t k, const Factor<V>& b) {
          (k <= kSmall / m && has_rows_of(b, k, kInL2));
 }
 
-// c = a * b for few rows, in one thread: b is read along its rows or columns. While rows that follow each other are
-// multiplied, those behind them are fetched in the order of memory, as processors do by themselves with what is read
-// in that order. In panels of rows, those that are read next are fetched before; from memory, rows are read as far as
-// they go, since what lies in other pages is waited for. Rows that lie whole pages apart, of which the first-level
-// cache holds eight, are copied for several strips, or, with vectors of a whole line, read as far as they go.
-// `packed_a` has room for all of a, or for kDepth of it if it isn't packed once, `sums` for m rows of kFewColumns.
+// c = a * b for few rows, in one thread: b is read along its rows or columns. With vectors of a whole line, while rows
+// that follow each other, or long ones, are multiplied, those behind them are fetched in the order of memory, as
+// processors do by themselves with what is read in that order. In panels of rows, those that are read next are fetched
+// before; from memory, rows are read as far as they go, since what lies in other pages is waited for. Rows that lie
+// whole pages apart, of which the first-level cache holds eight, are copied for several strips, or, with vectors of a
+// whole line, read as far as they go. `packed_a` has room for all of a, or for kDepth of it if it isn't packed once,
+// `sums` for m rows of kFewColumns.
 template <int kBytes, class V>
 void multiply_few(
     const Factor<V>& a, const Factor<V>& b, int64_t m, int64_t n, int64_t k, V* c, int64_t c_step, V* packed_a,
@@ -870,7 +871,7 @@ void multiply_as_numbers(
   }
 }
 
-constexpr int64_t kInBlocks = 4096;  // Of so many elements of c, threads may share the blocks of k.
+constexpr int64_t kInBlocks = 4096;  // Elements of c that are too few for threads to share them, or to add them up.
 
 // Whether each thread has about as many of k in blocks of so many.
 bool shares_evenly(int64_t k, int64_t depth, int64_t threads) {
@@ -879,12 +880,12 @@ bool shares_evenly(int64_t k, int64_t depth, int64_t threads) {
 }
 
 // Whether threads share the blocks of k because there are few rows, next to which reading b takes the most time: so
-// they read it in the order of its memory.
+// they read it in the order of its memory. Not where the sums of all blocks would take much memory.
 template <class V>
 bool shares_rows_of_b(int64_t m, int64_t n, int64_t k, const Factor<V>& b, int64_t threads) {
-  constexpr int64_t kMostRows = 56, kLeast = 1 << 18;
+  constexpr int64_t kMostRows = 56, kLeast = 1 << 18, kMostSums = 1 << 22;
   return m <= kMostRows && m * n <= 4 * kInBlocks && b.outer == 1 && b.inner == n && n > kLeast / k &&
-         shares_evenly(k, kDepthOf<V>, threads);
+         k / kDepthOf<V> * m * n <= kMostSums && shares_evenly(k, kDepthOf<V>, threads);
 }
 
 // To c: the sums of so many blocks of k, of `size` elements each, added up in their order.
@@ -898,8 +899,8 @@ void store_sum_of_blocks(T* c, V* sums, int64_t blocks, int64_t size) {
   });
 }
 
-// c = a * b, whose sums are long and so few that threads would have nothing to do: they share the blocks of k, which
-// are added in order then. The bits are those of one thread. False if it is wrong.
+// c = a * b by threads that share the blocks of k, which are added in order then. The bits are those of one thread.
+// False if it is wrong.
 template <class P, class T>
 bool run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k, int64_t threads, T* c) {
   using V = decltype(load(T()));
@@ -927,7 +928,7 @@ bool run_in_blocks(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n,
 template <class T>
 void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c) {
   using V = decltype(load(T()));
-  constexpr int64_t kWorthAThread = 256 * 1024;  // Bytes to read.
+  constexpr int64_t kWorthAThread = 256 * 1024;  // Bytes of what is read, as numbers to compute with.
   const double bytes = static_cast<double>(n + 1) * static_cast<double>(k) * sizeof(V);
   const auto threads =
       static_cast<int64_t>(std::clamp<double>(bytes / kWorthAThread, 1, torch::stable::get_num_threads()));
@@ -938,29 +939,29 @@ void run_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, T* c)
   };
   const int64_t unit = b.outer == 1 ? 64 : 8;  // Whole lines of rows, or the columns that are read at once.
   const int64_t columns = round_up((n + threads - 1) / threads, unit);
-  const int64_t parts = (n + columns - 1) / columns, block = block_of_row(n, k), blocks = (k + block - 1) / block;
-  // Threads read whole rows where the parts of these are short, or where the caches of all hold b, and only so.
+  const int64_t parts = (n + columns - 1) / columns, blocks = (k + kBlockOfRow - 1) / kBlockOfRow;
+  // Threads read whole rows where the parts of these are short, or where the caches of all hold b.
   constexpr int64_t kShort = 1024;
   const bool gains =
       columns * static_cast<int64_t>(sizeof(T)) <= kShort || bytes <= static_cast<double>(threads * kSecondLevel);
-  const bool in_order = b.outer == 1 && gains && shares_evenly(k, block, threads);
+  const bool in_order = b.outer == 1 && gains && shares_evenly(k, kBlockOfRow, threads);
   if (blocks > 1 && n <= kInBlocks && (parts < threads || in_order)) {
     Scratch scratch(Scratch::bytes<V>(blocks * n));
     V* const sums = scratch.take<V>(blocks * n);
     parallel_for(0, blocks, (blocks + threads - 1) / threads, [&](int64_t begin, int64_t end) {
-      const int64_t p = begin * block;
-      multiply(0, n, p, std::min(end * block, k) - p, {sums + begin * n, block, n});
+      const int64_t p = begin * kBlockOfRow;
+      multiply(0, n, p, std::min(end * kBlockOfRow, k) - p, {sums + begin * n, kBlockOfRow, n});
     });
     return store_sum_of_blocks(c, sums, blocks, n);
   }
   const auto body = [&](int64_t begin, int64_t end) {
     const int64_t first = begin * columns, count = std::min(end * columns, n) - first;
     if constexpr (std::is_same_v<T, V>) {
-      multiply(first, count, 0, k, {c + first, block});
+      multiply(first, count, 0, k, {c + first, kBlockOfRow});
     } else {
       Scratch scratch(Scratch::bytes<V>(count));
       V* const sums = scratch.take<V>(count);
-      multiply(first, count, 0, k, {sums, block});
+      multiply(first, count, 0, k, {sums, kBlockOfRow});
       store(c + first, sums, count);
     }
   };

@@ -332,6 +332,16 @@ def test_any_product(device, sizes, dtype, layout, seed):
     compare(a, b)
 
 
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_any_number_of_rows(dtype):
+    """The bits of a row don't depend on how many others there are, but for a single row, whose sums have their own order."""
+    for k, n in ((2000, 1), (700, 30)):
+        a, b = factors("cpu", dtype, 600, k, n)
+        want = extension_cpp.matmul(a, b)
+        for m in (2, 16, 100, 262, 263):
+            assert same_bits(extension_cpp.matmul(a[:m], b), want[:m]), f"{m} of 600 rows, K {k}, N {n}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_number_of_threads(dtype):
     """The bits don't depend on it."""

@@ -2,8 +2,8 @@
 // in the order of its memory, along its rows or its columns.
 //
 // Whatever the layout, the number of threads and the machine's vectors, an element of c is the same sum: blocks of
-// so many k's as block_of_row() says follow each other, and one is the sum of kPartial partial sums, whose k's are so
-// many apart. Those are what lies next to each other where b is read along k.
+// kBlockOfRow k's follow each other, and one is the sum of kPartial partial sums, whose k's are so many apart. Those
+// are what lies next to each other where b is read along k.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,8 @@ namespace extension_cpp::matmul {
 template <class V>
 constexpr int kPartial = 32 / sizeof(V);
 
-// The k's of a block: fewer of a large b, as threads share blocks, and adding these up takes little time next to it.
-constexpr int64_t kMostOfRow = 1024;
-inline int64_t block_of_row(int64_t n, int64_t k) {
-  constexpr int64_t kLarge = 1 << 19;
-  return n > kLarge / k ? kMostOfRow / 2 : kMostOfRow;
-}
+// The k's of a block, whatever else the sizes are: an element of c doesn't depend on how many others there are.
+constexpr int64_t kBlockOfRow = 512;
 
 // A vector of elements that follow each other, as numbers to compute with.
 template <int kBytes, class T, class Lanes>
@@ -160,7 +156,7 @@ template <int kBytes, bool kOneA, class T, class V>
 template <int kBytes, class T>
 constexpr bool kConverts = kBytes == 16 && sizeof(T) == 2;
 
-// c = a * b, where the elements of a column of b lie next to each other; elsewhere kMostOfRow of kStreams columns come
+// c = a * b, where the elements of a column of b lie next to each other; elsewhere kBlockOfRow of kStreams columns come
 // to `kept` first.
 template <int kBytes, class T, class V>
 void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, Blocks<V> c, V* kept) {
@@ -171,7 +167,7 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
     std::copy_n(a + k / kTerms * kTerms, k % kTerms, ends);
     const V *of_a[kCount], *of_copies[kCount];
     const T* of_b[kCount];
-    for (int s = 0; s < kCount; ++s) of_copies[s] = kept + s * kMostOfRow;
+    for (int s = 0; s < kCount; ++s) of_copies[s] = kept + s * kBlockOfRow;
     for (int64_t j = 0, columns; j < n; j += columns) {
       columns = std::min<int64_t>(kCount, n - j);
       const bool readable = (j + columns - 1) * b.outer + round_up(k, kTerms) <= (n - 1) * b.outer + k;
@@ -180,7 +176,7 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
         const T* const from = b.data + j * b.outer + p0 * b.inner;
         of_a[0] = a + p0, blocks = 1;
         if (copies) {
-          for (int64_t s = 0; s < columns; ++s) read(from + s * b.outer, b.inner, kept + s * kMostOfRow, depth);
+          for (int64_t s = 0; s < columns; ++s) read(from + s * b.outer, b.inner, kept + s * kBlockOfRow, depth);
           multiply_streams<kBytes, true>(of_a, of_copies, depth, ends, true, sums);
         } else if constexpr (!kConverts<kBytes, T>) {
           // What is lacking is another one once more.
@@ -211,8 +207,8 @@ void multiply_by_columns(const V* a, const Factor<T>& b, int64_t n, int64_t k, B
   });
 }
 
-// Columns whose partial sums stay in the first-level cache: half as many next to rows of a b that the second-level
-// cache holds, which come fast. Others are read as far as they go.
+// Columns whose partial sums stay in the first-level cache: with vectors of a line, half as many next to rows of a b
+// that the second-level cache holds, which come fast. Others are read as far as they go.
 constexpr int64_t kColumnsAtOnce = 1024;
 constexpr int64_t kSecondLevel = 2 * 1024 * 1024;  // Bytes of b that it holds.
 
@@ -350,12 +346,12 @@ void multiply_by_rows(const V* a, const Factor<T>& b, int64_t n, int64_t k, Bloc
 // c = a * b for one row, in one thread.
 template <int kBytes, class T, class V>
 void multiply_row(const Factor<T>& a, const Factor<T>& b, int64_t n, int64_t k, Blocks<V> c) {
-  constexpr int64_t kCopied = 8 * kMostOfRow;  // of a at a time, where it isn't numbers that follow each other
+  constexpr int64_t kCopied = 16 * kBlockOfRow;  // of a at a time, where it isn't numbers that follow each other
   const bool by_rows = !kConverts<kBytes, T> && b.outer == 1 && n > 1;
   const bool copies = a.inner != 1 || !std::is_same_v<T, V>, copies_b = kConverts<kBytes, T> || b.inner != 1;
   const int64_t at_once = copies ? std::min(kCopied, k) : k, of_row = copies ? at_once : 0;
   const int64_t of_rows = kPartial<V> * std::min<int64_t>(round_up(n, 64 / sizeof(V)), kColumnsAtOnce);
-  const int64_t of_columns = copies_b ? kStreams<kBytes> * kMostOfRow : 0, of_sums = by_rows ? of_rows : of_columns;
+  const int64_t of_columns = copies_b ? kStreams<kBytes> * kBlockOfRow : 0, of_sums = by_rows ? of_rows : of_columns;
   Scratch scratch(Scratch::bytes<V>(of_row) + Scratch::bytes<V>(of_sums));
   V *const row = scratch.take<V>(of_row), *const sums = scratch.take<V>(of_sums);
   for (int64_t p = 0; p < k; p += at_once) {
