@@ -44,6 +44,38 @@ std::string_view cut(std::string_view& text, std::string_view word) {
   return after;
 }
 
+// "(Tensor(a!)? out=None, SymInt n)" -> Tensor? out, which is written, and int n. Results may have no names.
+std::vector<Parameter> read_parameters(std::string_view list) {
+  std::vector<Parameter> parameters;
+  list = trim(list);
+  if (list.starts_with('(')) list = list.substr(1, list.rfind(')') - 1);
+  size_t begin = 0, depth = 0;
+  bool quoted = false;
+  for (size_t i = 0; i <= list.size(); ++i) {
+    const char c = i < list.size() ? list[i] : ',';
+    if (c == '"' || c == '\'') quoted = !quoted;
+    if (c == '(' || c == '[') ++depth;
+    if (c == ')' || c == ']') --depth;
+    if (c != ',' || ((quoted || depth > 0) && i < list.size())) continue;
+    std::string_view part = trim(list.substr(begin, i - begin));
+    begin = i + 1;
+    if (part.empty() || part == "*") continue;
+    part = trim(part.substr(0, part.find('=')));
+    const size_t space = part.rfind(' ');
+    Parameter parameter;
+    parameter.type = trim(part.substr(0, space));
+    if (space != std::string_view::npos) parameter.name = part.substr(space + 1);
+    if (const size_t alias = parameter.type.find('('); alias != std::string::npos) {
+      const size_t size = parameter.type.find(')') - alias + 1;
+      parameter.written = parameter.type.substr(alias, size).find('!') != std::string::npos;
+      parameter.type.erase(alias, size);
+    }
+    if (parameter.type == "SymInt") parameter.type = "int";
+    parameters.push_back(std::move(parameter));
+  }
+  return parameters;
+}
+
 }  // namespace
 }  // namespace detail
 
@@ -63,6 +95,8 @@ void Operator::read() {
   if (name_ == schema) fail(name(), "its schema must say its arguments, got no '('");
   const size_t arrow = std::string_view(signature).find("->");
   if (arrow == std::string_view::npos) fail(name(), "its signature must say its results, got no '->'");
+  const std::string_view in_schema = std::string_view(schema).substr(name_.size());
+  parameters_ = read_parameters(in_schema.substr(0, in_schema.rfind("->")));
   for (std::string_view part : split(std::string_view(signature).substr(0, arrow), ";")) read_argument(part);
   std::string_view results = trim(std::string_view(signature).substr(arrow + 2));
   if (results.empty()) return;
@@ -85,32 +119,9 @@ void Operator::check_types(
   const std::string_view text(schema);
   const size_t arrow = text.rfind("->");
   if (arrow == std::string_view::npos) return;  // PyTorch refuses it.
-  // "Tensor(a!) out, float eps=0.5" -> Tensor, float
-  const auto read_types = [](std::string_view list) {
-    std::vector<std::string> types;
-    list = detail::trim(list);
-    if (list.starts_with('(')) list = list.substr(1, list.rfind(')') - 1);
-    size_t begin = 0, depth = 0;
-    bool quoted = false;
-    for (size_t i = 0; i <= list.size(); ++i) {
-      const char c = i < list.size() ? list[i] : ',';
-      if (c == '"' || c == '\'') quoted = !quoted;
-      if (c == '(' || c == '[') ++depth;
-      if (c == ')' || c == ']') --depth;
-      if (c != ',' || ((quoted || depth > 0) && i < list.size())) continue;
-      const std::string_view part = detail::trim(list.substr(begin, i - begin));
-      begin = i + 1;
-      if (part.empty() || part == "*") continue;
-      std::string type(part.substr(0, part.find(' ')));
-      if (const size_t alias = type.find('('); alias != std::string::npos) {
-        type.erase(alias, type.find(')') - alias + 1);
-      }
-      types.push_back(type == "SymInt" ? "int" : type);
-    }
-    return types;
-  };
   const auto check = [&](const char* what, std::string_view list, const std::vector<std::string_view>& got) {
-    const std::vector<std::string> want = read_types(list);
+    std::vector<std::string> want;
+    for (const detail::Parameter& each : detail::read_parameters(list)) want.push_back(each.type);
     bool same = want.size() == got.size();
     for (size_t i = 0; same && i < got.size(); ++i) same = got[i].empty() || got[i] == want[i];
     if (same) return;
@@ -229,11 +240,8 @@ void Operator::read_argument(std::string_view text) {
     }
     break;
   }
-  // "Tensor(a!) out" in the schema.
-  const std::string in_schema = "!) " + argument.name;
-  for (size_t at = 0; (at = std::string_view(schema).find(in_schema, at)) != std::string_view::npos; ++at) {
-    const char after = schema[at + in_schema.size()];
-    argument.written |= after == ',' || after == ')' || after == '=';
+  for (const detail::Parameter& parameter : parameters_) {
+    argument.written |= parameter.written && parameter.name == argument.name;
   }
   arguments.push_back(std::move(argument));
 }

@@ -20,6 +20,12 @@ namespace detail {
 
 constexpr int kMostNames = 16;
 
+// An argument or a result of a schema.
+struct Parameter {
+  std::string type, name;  // the type without what it aliases: "Tensor?" of Tensor(a!)?
+  bool written = false;
+};
+
 // dims[name] * dims[times] + add, or a number where there is no name.
 struct Size {
   int name = -1, times = -1;
@@ -90,6 +96,7 @@ class Operator {
   void read_result(std::string_view text);
 
   std::string name_;
+  std::vector<detail::Parameter> parameters_;  // that it takes
   std::vector<std::string> names_;
   bool broadcasts_ = false;  // arguments that are "..." may differ in shape
 };
