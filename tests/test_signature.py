@@ -218,25 +218,49 @@ def test_calls_are_right_and_wrong(name):
     assert said == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("a ...; b: ... -> ...", "its signature must describe its tensors, got 'a ...'"),
-        ("a: ...; z: ... -> ...", "its signature must describe its tensors, got 'z: ...'"),
-        ("a: ...; b: ... as z -> ...", "its signature names no argument 'z'"),
-        ("a: ... as b; b: ... -> ...", "its signature names no argument 'b'"),
-        ("a: ...; b: ... -> broadcast(a, z)", "its signature names no argument 'z'"),
-        ("a: ...; b: ... -> ... as z", "its signature names no argument 'z'"),
-        ("a: ... of float31; b: ... -> ...", "its signature has no dtype 'float31'"),
-        ("a: ...; b: ... -> ... of float31", "its signature has no dtype 'float31'"),
-        ("a: M+; b: ... -> ...", "its signature has no size 'M+'"),
-        ("a: M; b: M -> K", "its signature must say 'K' of an argument"),
-        ("a: M where 1 <= K; b: M -> M", "its signature must say 'K' of an argument"),
-        ("a: ...; b: ...", "its signature must say its results, got no '->'"),
-        ("a: ... -> ...", "its signature must describe its tensors, got none of b"),
-        ("a: ...; b: ... -> ..., ...", "its signature must have as many results as its schema, 1, got 2"),
-    ],
-)
+SIZE = "its signature must have sizes such as N, 4, N+1 or 2*N, got"
+NAMES = " ".join(f"N{i}" for i in range(17))
+# Of mymul(Tensor a, Tensor b) -> Tensor. tests/checkout/test_signature_in_cpp.py has the same of C++.
+WRONG = [
+    ("a ...; b: ... -> ...", "its signature must describe its tensors, got 'a ...'"),
+    ("a: ...; z: ... -> ...", "its signature must describe its tensors, got 'z: ...'"),
+    ("a: ...; b: ... as z -> ...", "its signature names no argument 'z'"),
+    ("a: ... as b; b: ... -> ...", "its signature names no argument 'b'"),
+    ("a: ...; b: ... -> broadcast(a, z)", "its signature names no argument 'z'"),
+    ("a: ...; b: ... -> ... as z", "its signature names no argument 'z'"),
+    ("a: ... of float31; b: ... -> ...", "its signature has no dtype 'float31'"),
+    ("a: ... of float32 as a; b: ... -> ...", "its signature has no dtype 'float32 as a'"),
+    ("a: ...; b: ... -> ... of float31", "its signature has no dtype 'float31'"),
+    ("a: ...; b: ... -> ... of floating", "its signature has no dtype 'floating'"),
+    ("a: ...; b: ... -> ... of float32|float64", "its signature has no dtype 'float32|float64'"),
+    ("a: M+; b: ... -> ...", f"{SIZE} 'M+'"),
+    ("a: 2M; b: ... -> ...", f"{SIZE} '2M'"),
+    ("a: M; b: M -> M*M*M", f"{SIZE} 'M*M*M'"),
+    ("a: M; b: M -> M/2", f"{SIZE} 'M/2'"),
+    ("a: M; b: M -> 1000000000000000000", f"{SIZE} '1000000000000000000'"),
+    ("a: M as; b: M -> M", f"{SIZE} 'as'"),
+    ("a: M; b: M -> M where 1 <= M", f"{SIZE} 'where'"),
+    ("a: M; b: M -> K", "its signature must say 'K' of an argument"),
+    ("a: M; b: M -> M*K", "its signature must say 'K' of an argument before 'M*K'"),
+    ("a: M+1; b: M -> M", "its signature must say 'M' of an argument before 'M+1'"),
+    ("a: M | M+1; b: M -> M", "its signature must say 'M' of an argument before 'M+1'"),
+    ("a: M; b: M -> ... M", "its signature must say '...' of an argument"),
+    ("a: M where 1 <= K; b: M -> M", "its signature must say 'K' of an argument"),
+    ("a: M ...; b: M as a -> M", "its signature must have '...' first in a shape, got 'M ...'"),
+    ("a: ... ...; b: ... -> ...", "its signature must have '...' first in a shape, got '... ...'"),
+    ("a: M ?; b: M -> M", "its signature must have '?' in a result only, got 'M ?'"),
+    (
+        "a: ...; b: ... -> broadcast(a, b) 2",
+        "its signature must have nothing next to broadcast(...) in a shape, got 'broadcast(a, b) 2'",
+    ),
+    (f"a: {NAMES}; b: ... -> ...", "its signature must have at most 16 names"),
+    ("a: ...; b: ...", "its signature must say its results, got no '->'"),
+    ("a: ... -> ...", "its signature must describe its tensors, got none of b"),
+    ("a: ...; b: ... -> ..., ...", "its signature must have as many results as its schema, 1, got 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_a_signature_that_is_wrong(wrong, message):
     schema = torch.ops.extension_cpp.mymul.default._schema
     with pytest.raises(RuntimeError) as error:
@@ -246,9 +270,9 @@ def test_a_signature_that_is_wrong(wrong, message):
 
 def test_what_a_line_says():
     schema = torch.ops.extension_cpp.mymul.default._schema
-    signature = Signature.read("a: B T+1 H | B H where 1 <= B <= H; b: ... K of integer|bool -> B*2 4 as b", schema)
+    signature = Signature.read("a: B B+1 H | B H where 1 <= B <= H; b: ... K of integer | bool -> B*2 4 as b", schema)
     a, b = signature.arguments
-    assert a.patterns == (Pattern(("B", "T+1", "H")), Pattern(("B", "H"))) and a.condition == "1 <= B <= H"
+    assert a.patterns == (Pattern(("B", "B+1", "H")), Pattern(("B", "H"))) and a.condition == "1 <= B <= H"
     assert b.patterns == (Pattern(("K",), pack=True),) and b.dtypes == (*_signature.INTEGER, torch.bool)
     (result,) = signature.results
     assert (result.pattern.sizes, result.like, result.dtype) == (("B*2", "4"), "b", None)

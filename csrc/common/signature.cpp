@@ -1,6 +1,7 @@
 // What signature.h and register.h declare. Compiled once, and linked into both libraries.
 #include "signature.h"
 
+#include <bit>
 #include <cctype>
 #include <charconv>
 #include <cstring>
@@ -96,22 +97,32 @@ void Operator::read() {
   const size_t arrow = std::string_view(signature).find("->");
   if (arrow == std::string_view::npos) fail(name(), "its signature must say its results, got no '->'");
   const std::string_view in_schema = std::string_view(schema).substr(name_.size());
-  parameters_ = read_parameters(in_schema.substr(0, in_schema.rfind("->")));
+  const size_t returns = in_schema.rfind("->");
+  parameters_ = read_parameters(in_schema.substr(0, returns));
   for (std::string_view part : split(std::string_view(signature).substr(0, arrow), ";")) read_argument(part);
-  std::string_view results = trim(std::string_view(signature).substr(arrow + 2));
-  if (results.empty()) return;
+  const std::string_view described = trim(std::string_view(signature).substr(arrow + 2));
   // Commas inside of broadcast(a, b) don't part results.
   size_t begin = 0;
-  for (size_t i = 0, depth = 0; i <= results.size(); ++i) {
-    if (i == results.size() || (results[i] == ',' && depth == 0)) {
-      read_result(trim(results.substr(begin, i - begin)));
+  for (size_t i = 0, depth = 0; !described.empty() && i <= described.size(); ++i) {
+    if (i == described.size() || (described[i] == ',' && depth == 0)) {
+      read_result(trim(described.substr(begin, i - begin)));
       begin = i + 1;
-    } else if (results[i] == '(') {
+    } else if (described[i] == '(') {
       ++depth;
-    } else if (results[i] == ')') {
+    } else if (described[i] == ')') {
       --depth;
     }
   }
+  for (const Parameter& each : parameters_) {
+    const auto same = [&](const Argument& argument) { return argument.name == each.name; };
+    if (each.type.starts_with("Tensor") && std::none_of(arguments.begin(), arguments.end(), same)) {
+      fail(name(), "its signature must describe its tensors, got none of ", each.name);
+    }
+  }
+  if (returns == std::string_view::npos) return;  // PyTorch refuses it.
+  const size_t wanted = read_parameters(in_schema.substr(returns + 2)).size();
+  if (results.size() == wanted) return;
+  fail(name(), "its signature must have as many results as its schema, ", wanted, ", got ", results.size());
 }
 
 void Operator::check_types(
@@ -151,65 +162,84 @@ int Operator::index_of(std::string_view argument) const {
   fail(name(), "its signature names no argument '", argument, "'");
 }
 
-void Operator::refuse_size(std::string_view text) const {
-  fail(name(), "its signature has no size '", text, "'");
+detail::Operand Operator::read_operand(std::string_view word, std::string_view size) {
+  detail::Operand operand;
+  const bool number = detail::is_word(word) && std::isdigit(static_cast<unsigned char>(word[0]));
+  bool right = detail::is_word(word) && word != "as" && word != "of" && word != "where";
+  if (number) {
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), operand.number);
+    right = error == std::errc() && end == word.data() + word.size() && word.size() <= detail::kMostDigits;
+  }
+  if (!right) fail(name(), "its signature must have sizes such as N, 4, N+1 or 2*N, got '", size, "'");
+  if (!number) operand.name = add_name(word);
+  return operand;
 }
 
 detail::Size Operator::read_size(std::string_view text) {
   detail::Size size;
   const size_t operation = text.find_first_of("+-*");
-  const std::string_view first = text.substr(0, operation);
-  auto number = [&](std::string_view digits) {
-    int64_t value = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    if (error != std::errc() || end != digits.data() + digits.size()) refuse_size(text);
-    return value;
-  };
-  if (!detail::is_word(first)) refuse_size(text);
-  if (std::isdigit(static_cast<unsigned char>(first[0]))) {
-    size.add = number(first);
-    return size;
+  size.left = read_operand(text.substr(0, operation), text);
+  if (operation != std::string_view::npos) {
+    size.operation = text[operation];
+    size.right = read_operand(text.substr(operation + 1), text);
   }
-  size.name = add_name(first);
-  if (operation == std::string_view::npos) return size;
-  const std::string_view second = text.substr(operation + 1);
-  if (text[operation] == '*') {
-    if (!detail::is_word(second)) refuse_size(text);
-    size.times = add_name(second);
-  } else {
-    size.add = number(second) * (text[operation] == '-' ? -1 : 1);
-  }
+  for (const int name : {size.left.name, size.right.name}) size.names |= name < 0 ? 0 : 1u << name;
   return size;
+}
+
+// Raises for a name in `text` that is neither a number of the schema nor, so far, the size of a tensor.
+void Operator::require_said(const detail::Size& size, std::string_view text, uint32_t said) const {
+  const uint32_t lacking = size.names & ~(said | numbers_);
+  if (lacking == 0) return;
+  const std::string before = size.operation ? " before '" + std::string(text) + "'" : "";
+  fail(name(), "its signature must say '", names_[std::countr_zero(lacking)], "' of an argument", before);
 }
 
 int Operator::add_name(std::string_view name) {
   int index = name_index(name);
   if (index < 0) {
     index = static_cast<int>(names_.size());
-    if (index == detail::kMostNames) fail(this->name(), "its signature has too many names");
+    if (index == detail::kMostNames) {
+      fail(this->name(), "its signature must have at most ", detail::kMostNames, " names");
+    }
     names_.emplace_back(name);
+    for (const detail::Parameter& each : parameters_) {
+      if (each.name == name && (each.type == "int" || each.type == "bool")) numbers_ |= 1u << index;
+    }
   }
   return index;
 }
 
-detail::Pattern Operator::read_pattern(std::string_view text) {
+detail::Pattern Operator::read_pattern(std::string_view text, bool result) {
   detail::Pattern pattern;
   if (text.starts_with("broadcast(")) {
-    text.remove_prefix(std::strlen("broadcast("));
-    for (std::string_view part : detail::split(text.substr(0, text.find(')')), ",")) {
+    std::string_view names = text.substr(std::strlen("broadcast("));
+    if (names.find(')') + 1 != names.size() || names.empty()) {
+      fail(name(), "its signature must have nothing next to broadcast(...) in a shape, got '", text, "'");
+    }
+    names.remove_suffix(1);
+    for (std::string_view part : detail::split(names, ",")) {
       pattern.broadcast.push_back(index_of(part));
     }
     broadcasts_ = true;
     return pattern;
   }
   int count = 0;
+  uint32_t said = said_;  // Not by another alternative, which may be that of no tensor.
   for (std::string_view part : detail::split(text, " ")) {
     if (part.empty() || part == "()") continue;
     pattern.text += (count++ ? ", " : "(") + std::string(part);
     if (part == "...") {
+      if (count > 1) fail(name(), "its signature must have '...' first in a shape, got '", text, "'");
       pattern.pack = true;
-    } else if (part != "?") {
-      pattern.sizes.push_back(read_size(part));
+    } else if (part == "?") {
+      if (!result) fail(name(), "its signature must have '?' in a result only, got '", text, "'");
+      pattern.open = true;
+    } else {
+      const detail::Size size = read_size(part);
+      if (!result && size.is_name()) said |= size.names;
+      require_said(size, part, said);
+      pattern.sizes.push_back(size);
     }
   }
   pattern.text += count == 0 ? "()" : count == 1 ? ",)" : ")";
@@ -220,8 +250,11 @@ void Operator::read_argument(std::string_view text) {
   detail::Argument argument;
   std::string_view shapes = text;
   argument.name = text.substr(0, text.find(':'));
-  if (argument.name == text) fail(name(), "its signature must describe its tensors, got '", text, "'");
-  shapes.remove_prefix(argument.name.size() + 1);
+  const auto named = [&](const detail::Parameter& each) { return each.name == argument.name; };
+  if (argument.name == text || std::none_of(parameters_.begin(), parameters_.end(), named)) {
+    fail(name(), "its signature must describe its tensors, got '", text, "'");
+  }
+  shapes = detail::trim(shapes.substr(argument.name.size() + 1));
   const std::string_view where = detail::cut(shapes, " where ");
   const std::string_view dtypes = detail::cut(shapes, " of "), like = detail::cut(shapes, " as ");
   if (!like.empty()) {
@@ -229,16 +262,18 @@ void Operator::read_argument(std::string_view text) {
   } else {
     read_dtypes(argument, dtypes.empty() ? "floating" : dtypes);
   }
-  for (std::string_view part : detail::split(detail::trim(shapes), "|")) {
-    argument.patterns.push_back(read_pattern(part));
+  for (std::string_view part : detail::split(shapes, "|")) argument.patterns.push_back(read_pattern(part, false));
+  for (const detail::Pattern& pattern : argument.patterns) {
+    for (const detail::Size& size : pattern.sizes) said_ |= size.names;
   }
   argument.conditions_text = where;
-  for (std::string_view rest = where; !rest.empty();) {  // 1 <= K <= H
-    const auto parts = detail::split(rest, "<=");
-    for (size_t i = 0; i + 1 < parts.size(); ++i) {
-      argument.conditions.push_back({read_size(parts[i]), read_size(parts[i + 1])});
+  if (!where.empty()) {  // 1 <= K <= H
+    std::vector<detail::Size> sizes;
+    for (std::string_view part : detail::split(where, "<=")) {
+      sizes.push_back(read_size(part));
+      require_said(sizes.back(), part, said_);
     }
-    break;
+    for (size_t i = 1; i < sizes.size(); ++i) argument.conditions.push_back({sizes[i - 1], sizes[i]});
   }
   for (const detail::Parameter& parameter : parameters_) {
     argument.written |= parameter.written && parameter.name == argument.name;
@@ -268,7 +303,13 @@ void Operator::read_result(std::string_view text) {
   const std::string_view dtype = detail::cut(text, " of "), like = detail::cut(text, " as ");
   if (!like.empty()) result.like = index_of(like);
   if (!dtype.empty()) result.dtype = dtypes::find(dtype);
-  result.pattern = read_pattern(text);
+  result.pattern = read_pattern(text, true);
+  const auto packed = [](const detail::Argument& argument) {
+    return std::any_of(argument.patterns.begin(), argument.patterns.end(), [](const auto& each) { return each.pack; });
+  };
+  if (result.pattern.pack && std::none_of(arguments.begin(), arguments.end(), packed)) {
+    fail(name(), "its signature must say '...' of an argument");
+  }
   results.push_back(std::move(result));
 }
 
@@ -287,6 +328,8 @@ Checks::Checks(const Operator& op, std::span<const View> views, Numbers numbers)
     const int index = op.name_index(name);
     if (index >= 0) bind(index, value);
   }
+  if (const uint32_t lacking = op.numbers_ & ~bound_)
+    refuse_names(lacking, "its function must give that number to Call");
   for (size_t i = 0; i < views.size(); ++i) {
     if (views[i]) check(op.arguments[i], views[i], views);
   }
@@ -312,15 +355,36 @@ void Checks::announce_write(const View& t) const {
 // A contiguous result.
 Tensor Checks::empty(size_t result, const View& first) const {
   const detail::Result& described = op_.results[result];
+  if (described.pattern.open || !described.pattern.broadcast.empty()) {
+    fail(op_.name(), "its function must allocate a result of ? or broadcast(...), whose sizes Call doesn't know");
+  }
+  if (described.pattern.pack && !has_pack_)
+    fail(op_.name(), "its size ... has no value: no tensor of this call has it");
   std::array<int64_t, kMaxDims> sizes, strides;
   size_t ndim = 0;
   if (described.pattern.pack) {
     for (int64_t size : pack_) sizes[ndim++] = size;
   }
-  for (const detail::Size& size : described.pattern.sizes) sizes[ndim++] = size.value(dims_);
+  for (const detail::Size& size : described.pattern.sizes) sizes[ndim++] = value(size);
   int64_t step = 1;
   for (size_t d = ndim; d-- > 0; step = times(step, std::max<int64_t>(sizes[d], 1))) strides[d] = step;
   return empty_strided(first, described.dtype, sizes.data(), strides.data(), ndim);
+}
+
+int64_t Checks::operator[](std::string_view name) const {
+  const int index = op_.name_index(name);
+  if (index < 0) fail(op_.name(), "its signature must say '", name, "' of an argument");
+  if (!(bound_ >> index & 1)) refuse_names(1u << index, "no tensor of this call has it");
+  return dims_[index];
+}
+
+int64_t Checks::value(const detail::Size& size) const {
+  if (const uint32_t lacking = size.names & ~bound_) refuse_names(lacking, "no tensor of this call has it");
+  return size.value(dims_);
+}
+
+void Checks::refuse_names(uint32_t names, const char* how) const {
+  fail(op_.name(), "its size ", op_.names_[std::countr_zero(names)], " has no value: ", how);
 }
 
 void Checks::bind(int name, int64_t value) {
@@ -349,7 +413,7 @@ void Checks::check(const detail::Argument& argument, const View& t, std::span<co
   for (const detail::Pattern& pattern : argument.patterns) {
     if (matches(pattern, t, views)) {
       for (const auto& [low, high] : argument.conditions) {
-        if (low.value(dims_) > high.value(dims_)) refuse(argument, t, before, pack_before, views, true);
+        if (value(low) > value(high)) refuse(argument, t, before, pack_before, views, true);
       }
       return;
     }
@@ -375,9 +439,9 @@ bool Checks::matches(const detail::Pattern& pattern, const View& t, std::span<co
   for (int64_t d = 0; d < named; ++d) {
     const detail::Size& size = pattern.sizes[d];
     const int64_t got = t.sizes[leading + d];
-    if (size.name >= 0 && !(bound_ >> size.name & 1)) {
-      bind(size.name, got);
-    } else if (size.value(dims_) != got) {
+    if (size.is_name() && (size.names & ~bound_)) {
+      bind(size.left.name, got);
+    } else if (value(size) != got) {
       return false;
     }
   }
@@ -412,13 +476,15 @@ void Checks::refuse(
     shapes += (shapes.empty() ? "" : " or ") + pattern.text;
     if (pattern.pack && pack_before) add("... = " + tuple(pack_));
     for (const detail::Size& size : pattern.sizes) {
-      say(size.name);
-      say(size.times);
+      say(size.left.name);
+      say(size.right.name);
     }
   }
   for (size_t i = 0; conditions && i < argument.conditions.size(); ++i) {
-    say(argument.conditions[i].low.name);
-    say(argument.conditions[i].high.name);
+    for (const detail::Size& size : {argument.conditions[i].low, argument.conditions[i].high}) {
+      say(size.left.name);
+      say(size.right.name);
+    }
   }
   fail(op, t.name, " must have shape ", shapes, with.empty() ? "" : " with ", with, ", got ", tuple(t.sizes));
 }

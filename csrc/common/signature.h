@@ -19,6 +19,7 @@ namespace extension_cpp {
 namespace detail {
 
 constexpr int kMostNames = 16;
+constexpr size_t kMostDigits = 18;  // of a number, so that a sum of two fits
 
 // An argument or a result of a schema.
 struct Parameter {
@@ -26,13 +27,25 @@ struct Parameter {
   bool written = false;
 };
 
-// dims[name] * dims[times] + add, or a number where there is no name.
-struct Size {
-  int name = -1, times = -1;
-  int64_t add = 0;
+// A name of the signature, or a number.
+struct Operand {
+  int name = -1;
+  int64_t number = 0;
 
+  int64_t value(const int64_t* dims) const { return name < 0 ? number : dims[name]; }
+};
+
+// "N", "4", "T+1", "2*N" or "K*flag": an operand, or an operation on two.
+struct Size {
+  Operand left, right;
+  char operation = 0;
+  uint32_t names = 0;  // a bit for each that it has
+
+  // The first tensor that has it sets it.
+  bool is_name() const { return operation == 0 && left.name >= 0; }
   int64_t value(const int64_t* dims) const {
-    return name < 0 ? add : extension_cpp::times(dims[name], times < 0 ? 1 : dims[times]) + add;
+    const int64_t x = left.value(dims), y = right.value(dims);
+    return operation == '*' ? times(x, y) : operation == '-' ? x - y : x + y;
   }
 };
 
@@ -40,7 +53,8 @@ struct Pattern {
   bool pack = false;           // begins with "...", any number of dimensions
   std::vector<int> broadcast;  // the shape that these arguments broadcast to
   std::vector<Size> sizes;
-  std::string text;  // "(B, T, H)"
+  bool open = false;  // has "?", a size that the kernel finds
+  std::string text;   // "(B, T, H)"
 };
 
 struct Condition {
@@ -88,9 +102,10 @@ class Operator {
   void read();
   int index_of(std::string_view argument) const;
   int add_name(std::string_view name);
-  [[noreturn]] void refuse_size(std::string_view text) const;
+  detail::Operand read_operand(std::string_view word, std::string_view size);
   detail::Size read_size(std::string_view text);
-  detail::Pattern read_pattern(std::string_view text);
+  void require_said(const detail::Size& size, std::string_view text, uint32_t said) const;
+  detail::Pattern read_pattern(std::string_view text, bool result);
   void read_argument(std::string_view text);
   void read_dtypes(detail::Argument& argument, std::string_view text);
   void read_result(std::string_view text);
@@ -98,6 +113,8 @@ class Operator {
   std::string name_;
   std::vector<detail::Parameter> parameters_;  // that it takes
   std::vector<std::string> names_;
+  uint32_t numbers_ = 0;     // the names that are numbers of the schema, a bit for each
+  uint32_t said_ = 0;        // those that are sizes of the arguments read so far
   bool broadcasts_ = false;  // arguments that are "..." may differ in shape
 };
 
@@ -108,11 +125,13 @@ class Checks {
  public:
   Checks(const Operator& op, std::span<const View> views, Numbers numbers);
 
-  int64_t operator[](std::string_view name) const { return dims_[op_.name_index(name)]; }
+  int64_t operator[](std::string_view name) const;
   Tensor empty(size_t result, const View& first) const;
 
  private:
   void bind(int name, int64_t value);
+  int64_t value(const detail::Size& size) const;
+  [[noreturn]] void refuse_names(uint32_t names, const char* how) const;
   void check(const detail::Argument& argument, const View& t, std::span<const View> views);
   bool matches(const detail::Pattern& pattern, const View& t, std::span<const View> views);
   [[noreturn]] void refuse(

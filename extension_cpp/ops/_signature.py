@@ -24,7 +24,10 @@ from extension_cpp.ops._derivatives import FLOATING
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 GROUPS = {"floating": FLOATING, "integer": INTEGER, "real": FLOATING + INTEGER}
 MAX_DIMS = 64
-SIZE = r"(\w+)(?:([-+*])(\w+))?"
+MAX_NAMES = 16
+TERM = r"(?!(?:as|of|where)\b)[A-Za-z_]\w*|\d{1,18}"
+SIZE = re.compile(rf"({TERM})(?:([-+*])({TERM}))?", re.ASCII)
+NAME = re.compile(r"[A-Za-z_]\w*")
 
 Sizes = dict[str, Any]
 """Dimensions and numbers by name; under "..." the leading dimensions."""
@@ -35,12 +38,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def value(size: str, sizes: Sizes) -> Any:
-    """Of "T", "T+1", "K*kernel_grad" or "4"."""
-    if size in sizes:
-        return sizes[size]
-    first, operation, second = re.fullmatch(SIZE, size).groups()  # type: ignore[union-attr]
-    left, right = (int(n) if n is None or n.isdigit() else sizes[n] for n in (first, second or "0"))
-    return left * int(right) if operation == "*" else left - right if operation == "-" else left + right
+    """Of "T", "T+1", "2*N", "K*kernel_grad" or "4"; KeyError for a name that has none."""
+    first, operation, second = SIZE.fullmatch(size).groups()  # type: ignore[union-attr]
+    left, right = (int(n) if n.isdigit() else sizes[n] for n in (first, second or "0"))
+    left, right = (int(n) if isinstance(n, bool | torch.SymBool) else n for n in (left, right))
+    return left * right if operation == "*" else left - right if operation == "-" else left + right
+
+
+def cut(text: str, word: str) -> tuple[str, str]:
+    """What comes before the word, and what follows it."""
+    before, _, after = text.partition(f" {word} ")
+    return before.strip(), after.strip()
 
 
 @dataclass(frozen=True)
@@ -55,10 +63,17 @@ class Pattern:
     """The arguments that it is the broadcast shape of."""
 
     @classmethod
-    def read(cls, text: str) -> Pattern:
+    def read(cls, op: str, text: str, result: bool) -> Pattern:
         if text.startswith("broadcast("):
-            return cls((), broadcast=tuple(re.findall(r"\w+", text)[1:]))
-        parts = text.replace("()", "").split()
+            match = re.fullmatch(r"broadcast\(([^)]*)\)", text)
+            if match is None:
+                fail(op, f"its signature must have nothing next to broadcast(...) in a shape, got {text!r}")
+            return cls((), broadcast=tuple(name.strip() for name in match[1].split(",")))
+        parts = [part for part in text.split() if part != "()"]
+        if "..." in parts[1:]:
+            fail(op, f"its signature must have '...' first in a shape, got {text!r}")
+        if "?" in parts and not result:
+            fail(op, f"its signature must have '?' in a result only, got {text!r}")
         return cls(tuple(part for part in parts if part != "..."), pack="..." in parts)
 
     def __str__(self) -> str:
@@ -67,7 +82,7 @@ class Pattern:
 
     @property
     def names(self) -> list[str]:
-        return [name for size in self.sizes for name in re.findall(r"[A-Za-z_]\w*", size)]
+        return [name for size in self.sizes for name in NAME.findall(size)]
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,11 @@ class Argument:
     """ "1 <= K <= H" """
     written: bool = False
     optional: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        """Of the condition."""
+        return [part.strip() for part in self.condition.split("<=")] if self.condition else []
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,8 @@ class Signature:
     results: tuple[Result, ...]
     positions: dict[str, int] = field(repr=False)
     """Of all arguments of the schema, by name."""
+    numbers: dict[str, int] = field(repr=False)
+    """Those of them that sizes may be computed with."""
 
     @classmethod
     def read(cls, text: str, schema: Any) -> Signature:
@@ -112,59 +134,80 @@ class Signature:
             fail(op, "its signature must say its results, got no '->'")
         in_schema = {argument.name: argument for argument in schema.arguments}
         arguments = []
-        for part in before.split(";"):
-            match = re.fullmatch(r"\s*(\w+):(.*?)(?: as (\w+))?(?: of ([\w|]+))?(?: where (.*?))?\s*", part)
-            if match is None or match[1] not in in_schema:
-                fail(op, f"its signature must describe its tensors, got {part.strip()!r}")
-            name, shapes, like, dtypes, condition = match.groups()
+        for part in map(str.strip, before.split(";")):
+            name, colon, shapes = part.partition(":")
+            if not colon or name not in in_schema:
+                fail(op, f"its signature must describe its tensors, got {part!r}")
+            shapes, condition = cut(shapes.strip(), "where")
+            shapes, dtypes = cut(shapes, "of")
+            shapes, like = cut(shapes, "as")
             known = in_schema[name]
             arguments.append(
                 Argument(
                     name,
-                    tuple(Pattern.read(shape.strip()) for shape in shapes.split("|")),
-                    like or "",
+                    tuple(Pattern.read(op, shape.strip(), False) for shape in shapes.split("|")),
+                    like,
                     read_dtypes(op, dtypes or "floating"),
-                    condition or "",
+                    condition,
                     bool(known.alias_info and known.alias_info.is_write),
                     "Optional" in str(known.type),
                 )
             )
         results = []
         for part in re.split(r",(?![^(]*\))", after) if after.strip() else ():
-            shape, like, dtype = re.fullmatch(r"(.*?)(?: as (\w+))?(?: of (\w+))?", part.strip()).groups()  # type: ignore[union-attr]
-            own = read_dtypes(op, dtype)[0] if dtype else None
-            results.append(Result(Pattern.read(shape.strip()), like or arguments[0].name, own))
-        signature = cls(op, tuple(arguments), tuple(results), {name: i for i, name in enumerate(in_schema)})
+            shape, dtype = cut(part.strip(), "of")
+            shape, like = cut(shape, "as")
+            own = read_dtype(op, dtype) if dtype else None
+            results.append(Result(Pattern.read(op, shape, True), like or arguments[0].name, own))
+        positions = {name: i for i, name in enumerate(in_schema)}
+        numbers = {
+            name: i for name, i in positions.items() if str(schema.arguments[i].type) in ("int", "bool", "SymInt")
+        }
+        signature = cls(op, tuple(arguments), tuple(results), positions, numbers)
         signature._check_itself(schema)
         return signature
 
     def _check_itself(self, schema: Any) -> None:
         """Raises for a line that no call could be checked by."""
         described: list[str] = []
-        bound = {name for name, argument in zip(self.positions, schema.arguments) if "Tensor" not in str(argument.type)}
+        bound = set(self.numbers)
 
         def check(pattern: Pattern, like: str) -> None:
             for name in (*pattern.broadcast, *[like] * bool(like)):
                 if name not in described:
                     fail(self.op, f"its signature names no argument {name!r}")
-            for size in pattern.sizes:
-                if size != "?" and not re.fullmatch(SIZE, size):
-                    fail(self.op, f"its signature has no size {size!r}")
 
-        def check_bound(names: Sequence[str]) -> None:
-            for name in names:
+        def check_size(size: str, bound: set[str]) -> None:
+            match = SIZE.fullmatch(size)
+            if match is None:
+                fail(self.op, f"its signature must have sizes such as N, 4, N+1 or 2*N, got {size!r}")
+            for name in NAME.findall(size):
                 if name not in bound:
-                    fail(self.op, f"its signature must say {name!r} of an argument")
+                    before = f" before {size!r}" if match[2] else ""
+                    fail(self.op, f"its signature must say {name!r} of an argument{before}")
 
         for argument in self.arguments:
             for pattern in argument.patterns:
                 check(pattern, argument.like)
-                bound |= set(pattern.names)
+                said = set(bound)  # Not by another alternative, which may be that of no tensor.
+                for size in pattern.sizes:
+                    said |= {size} if NAME.fullmatch(size) else set()
+                    check_size(size, said)
+            bound.update(name for pattern in argument.patterns for name in pattern.names)
             described.append(argument.name)
-            check_bound(re.findall(r"[A-Za-z_]\w*", argument.condition))
+            for size in argument.parts:
+                check_size(size, bound)
         for result in self.results:
             check(result.pattern, result.like)
-            check_bound(result.pattern.names)
+            if result.pattern.pack and not any(p.pack for a in self.arguments for p in a.patterns):
+                fail(self.op, "its signature must say '...' of an argument")
+            for size in result.pattern.sizes:
+                if size != "?":
+                    check_size(size, bound)
+        patterns = [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]
+        every = [size for p in patterns for size in p.sizes] + [size for a in self.arguments for size in a.parts]
+        if len({name for size in every for name in NAME.findall(size)}) > MAX_NAMES:
+            fail(self.op, f"its signature must have at most {MAX_NAMES} names")
         for known in schema.arguments:
             if "Tensor" in str(known.type) and known.name not in described:
                 fail(self.op, f"its signature must describe its tensors, got none of {known.name}")
@@ -202,7 +245,7 @@ class Signature:
     def check(self, args: Sequence[Any], op: str = "") -> Sizes:
         """The sizes in a call; raises RuntimeError for what the kernels refuse, in their words."""
         op = op or self.op
-        sizes: Sizes = {name: args[at] for name, at in self.positions.items() if at < len(args)}
+        sizes: Sizes = {name: args[at] for name, at in self.numbers.items() if at < len(args)}
         given: dict[str, Tensor] = {}
         first = ""
         for argument, t in self.tensors(args):
@@ -271,7 +314,7 @@ class Signature:
         def refusal_of(condition: str) -> Callable[[], str]:
             def words() -> str:
                 names = ["..."] * any(p.pack for p in argument.patterns)
-                names += [name for p in argument.patterns for name in p.names] + re.findall(r"[A-Za-z_]\w*", condition)
+                names += [name for p in argument.patterns for name in p.names] + NAME.findall(condition)
                 bound = [f"{n} = {text(known[n])}" for n in dict.fromkeys(names) if n in known]
                 extra = " and ".join([condition] * bool(condition) + bound)
                 shapes = " or ".join(map(str, argument.patterns))
@@ -298,10 +341,9 @@ class Signature:
             if size.isidentifier() and size not in sizes:
                 sizes[size] = got
             else:
-                require(got == value(size, sizes), op, refusal)
-        parts = [part.strip() for part in argument.condition.split("<=")] if argument.condition else []
-        for low, high in pairwise(parts):
-            require(value(low, sizes) <= value(high, sizes), op, refusal_of(argument.condition))
+                require(got == known_value(op, size, sizes), op, refusal)
+        for low, high in pairwise(argument.parts):
+            require(known_value(op, low, sizes) <= known_value(op, high, sizes), op, refusal_of(argument.condition))
         return argument.name if pattern.pack else ""
 
     def broadcast(self, op: str, pattern: Pattern, given: dict[str, Tensor]) -> torch.Size:
@@ -352,9 +394,13 @@ class Signature:
             names = pattern.broadcast or [a.name for a in self.arguments if a.patterns[0].pack]
             return empty_elementwise(*(given[name] for name in names if name in given), dtype=dtype)
         shape = [
-            torch.library.get_ctx().new_dynamic_size() if size == "?" else value(size, sizes) for size in pattern.sizes
+            torch.library.get_ctx().new_dynamic_size() if size == "?" else known_value(self.op, size, sizes)
+            for size in pattern.sizes
         ]
-        return like.new_empty([*sizes["..."], *shape] if pattern.pack else shape, dtype=dtype)
+        leading = sizes.get("...") if pattern.pack else ()
+        if leading is None:
+            fail(self.op, "its size ... has no value: no tensor of this call has it")
+        return like.new_empty([*leading, *shape], dtype=dtype)
 
     @staticmethod
     def pack_results(results: list[Tensor]) -> Any:
@@ -362,13 +408,23 @@ class Signature:
         return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
+def known_value(op: str, size: str, sizes: Sizes) -> Any:
+    """:func:`value`; raises for a name that has none: of a tensor that is None, or of another alternative."""
+    try:
+        return value(size, sizes)
+    except KeyError as error:
+        fail(op, f"its size {error.args[0]} has no value: no tensor of this call has it")
+
+
+def read_dtype(op: str, name: str) -> torch.dtype:
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        fail(op, f"its signature has no dtype {name!r}")
+    return dtype
+
+
 def read_dtypes(op: str, text: str) -> tuple[torch.dtype, ...]:
-    for part in text.split("|"):
-        if part not in GROUPS and not isinstance(getattr(torch, part, None), torch.dtype):
-            fail(op, f"its signature has no dtype {part!r}")
-    return tuple(
-        dtype for part in text.split("|") for dtype in (GROUPS[part] if part in GROUPS else (getattr(torch, part),))
-    )
+    names = map(str.strip, text.split("|"))
+    return tuple(dtype for name in names for dtype in (GROUPS[name] if name in GROUPS else (read_dtype(op, name),)))
 
 
 def text(value: Any) -> str:

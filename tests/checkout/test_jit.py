@@ -216,7 +216,7 @@ jit.load(*sources, name="wrong2")
 unknown type specifier.*
 one\(Tensr x\) -> Tensor
     ~~~~~ <--- HERE
-{where}two.cpp:8: two: its signature has no size 'T\+'
+{where}two.cpp:8: two: its signature must have sizes such as N, 4, N\+1 or 2\*N, got 'T\+'
 {where}three.cpp:8: three: its function must take what its schema says, \(Tensor, int\[2\], str, float\), got \(Tensor\)
 {where}four.cpp:8: four: its function must return what its schema says, \(Tensor, Tensor\), got \(Tensor\)
 """

@@ -1,10 +1,15 @@
 """What csrc/common/signature.cpp makes of signatures that no operator of the package has; the same as Python."""
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 from clones import environment
+from test_signature import WRONG
 
 from extension_cpp import jit
+from extension_cpp.ops._signature import Signature
 
 SOURCE = """
 #define EXTENSION_CPP_NAMESPACE signatures
@@ -22,11 +27,55 @@ void count(const Tensor& x, const std::optional<Tensor>& running) {
   if (running) static_cast<float*>(running->mutable_data_ptr())[0] += 1;
 }
 
+const Operator kTwice("twice(Tensor x) -> Tensor", "x: N of float32 | float64 -> N*2");
+const Operator kLarger("larger(Tensor x, int k, bool flag) -> Tensor", "x: N M -> 2*N 1+M N+M k*flag 3*2");
+const Operator kSized("sized(Tensor x, Tensor y) -> ()", "x: N M; y: 2*N N+M where 2*M <= 8 ->");
+const Operator kForgotten("forgotten(Tensor x, int k) -> Tensor", "x: N -> N k");
+const Operator kChoice("choice(Tensor x, Tensor? y=None) -> Tensor", "x: B N | N; y: ... K -> B");
+const Operator kOptional("optional(Tensor x, Tensor? y=None) -> Tensor", "x: N; y: ... K -> ... N");
+const Operator kNone("none(Tensor x) -> Tensor", "x: N -> N");
+Tensor twice(const Tensor& x) {
+  return Call<1>(kTwice, {&x}).empty();
+}
+Tensor larger(const Tensor& x, int64_t k, bool flag) {
+  return Call<1>(kLarger, {&x}, {{"k", k}, {"flag", flag}}).empty();
+}
+void sized(const Tensor& x, const Tensor& y) {
+  const Call<2> call(kSized, {&x, &y});
+}
+Tensor forgotten(const Tensor& x, int64_t) {
+  return Call<1>(kForgotten, {&x}).empty();
+}
+Tensor choice(const Tensor& x, const std::optional<Tensor>& y) {
+  return Call<2>(kChoice, {&x, pointer(y)}).empty();
+}
+Tensor optional(const Tensor& x, const std::optional<Tensor>& y) {
+  return Call<2>(kOptional, {&x, pointer(y)}).empty();
+}
+Tensor none(const Tensor& x) {
+  const Call<1> call(kNone, {&x});
+  call["M"];
+  return call.empty();
+}
+
 EXTENSION_CPP_REGISTER(m) {
   m.add<&count>(kCount);
+  m.add<&twice>(kTwice);
+  m.add<&larger>(kLarger);
+  m.add<&sized>(kSized);
+  m.add<&forgotten>(kForgotten);
+  m.add<&choice>(kChoice);
+  m.add<&optional>(kOptional);
+  m.add<&none>(kNone);
 }
 
 }  // namespace extension_cpp::signatures
+
+extern "C" __attribute__((visibility("default"))) const char* refusal(const char* schema, const char* line) {
+  static std::string error;
+  error = extension_cpp::Operator(schema, line).error;
+  return error.c_str();
+}
 """
 
 
@@ -41,6 +90,72 @@ def ops(tmp_path_factory):
         patch.setenv("DEBUG", "1")
         jit.load(source)
     return torch.ops.signatures
+
+
+def said_by_cpp(schema: str, line: str) -> str:
+    """Of an operator that is declared so."""
+    (library,) = (path for path in torch.ops.loaded_libraries if Path(path).stem == "signatures")
+    function = ctypes.CDLL(library).refusal
+    function.restype = ctypes.c_char_p
+    return function(schema.encode(), line.encode()).decode()
+
+
+def said_by_python(op, *args):
+    """The error of a call, or the sizes of its result."""
+    line = ctypes.CDLL(next(path for path in torch.ops.loaded_libraries if Path(path).stem == "signatures"))
+    line.extension_cpp_signature.restype = ctypes.c_char_p
+    schema = op.default._schema
+    signature = Signature.read(line.extension_cpp_signature(schema.name.encode()).decode(), schema)
+    try:
+        result = signature.empty(args, signature.check(args))
+    except RuntimeError as error:
+        return str(error)
+    return None if result is None else result.shape
+
+
+def said_by_kernel(op, *args):
+    try:
+        result = op(*args)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None if result is None else result.shape
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_signature_that_is_wrong(ops, wrong, message):
+    assert said_by_cpp("mymul(Tensor a, Tensor b) -> Tensor", wrong) == f"mymul: {message}"
+
+
+def test_sizes(ops):
+    """Of results and of arguments: each operation, with names and numbers on either side of it."""
+    t = torch.ones
+    no_value = "has no value: no tensor of this call has it"
+    for op, args, want in (
+        (ops.twice, (t(3),), (6,)),
+        (ops.twice, (t(3).half(),), "twice: x must have dtype float32 or float64, got float16"),
+        (ops.larger, (t(2, 3), 5, True), (4, 4, 5, 5, 6)),
+        (ops.larger, (t(2, 3), 5, False), (4, 4, 5, 0, 6)),
+        (ops.sized, (t(2, 3), t(4, 5)), None),
+        (ops.sized, (t(2, 3), t(4, 4)), "sized: y must have shape (2*N, N+M) with N = 2 and M = 3, got (4, 4)"),
+        (
+            ops.sized,
+            (t(2, 5), t(4, 7)),
+            "sized: y must have shape (2*N, N+M) with 2*M <= 8 and N = 2 and M = 5, got (4, 7)",
+        ),
+        (ops.choice, (t(2, 3),), (2,)),
+        (ops.choice, (t(3),), f"choice: its size B {no_value}"),
+        (ops.optional, (t(3), t(4, 2)), (4, 3)),
+        (ops.optional, (t(3), None), f"optional: its size ... {no_value}"),
+    ):
+        assert said_by_kernel(op, *args) == said_by_python(op, *args) == want
+
+
+def test_sizes_that_a_function_forgets_or_makes_up(ops):
+    for op, args, message in (
+        (ops.forgotten, (torch.ones(3), 2), "its size k has no value: its function must give that number to Call"),
+        (ops.none, (torch.ones(3),), "its signature must say 'M' of an argument"),
+    ):
+        assert said_by_kernel(op, *args) == f"{op.default._schema.name.partition('::')[2]}: {message}"
 
 
 def test_an_optional_tensor_that_is_written(ops):
