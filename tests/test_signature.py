@@ -246,6 +246,14 @@ WRONG = [
     ("a: M | M+1; b: M -> M", "its signature must say 'M' of an argument before 'M+1'"),
     ("a: M; b: M -> ... M", "its signature must say '...' of an argument"),
     ("a: M where 1 <= K; b: M -> M", "its signature must say 'K' of an argument"),
+    *(
+        (
+            f"a: M where {condition}; b: M -> M",
+            f"its signature must have conditions such as 1 <= K <= N, got '{condition}'",
+        )
+        for condition in ("1 < M", "M >= 1", "M == 4", "M", "1 <= M < 4", "1 <= M >= 4", "M != 1")
+    ),
+    ("a: M where 1 <= M, M <= 4; b: M -> M", f"{SIZE} 'M, M'"),
     ("a: M ...; b: M as a -> M", "its signature must have '...' first in a shape, got 'M ...'"),
     ("a: ... ...; b: ... -> ...", "its signature must have '...' first in a shape, got '... ...'"),
     ("a: M ?; b: M -> M", "its signature must have '?' in a result only, got 'M ?'"),

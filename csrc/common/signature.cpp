@@ -269,7 +269,11 @@ void Operator::read_argument(std::string_view text) {
   argument.conditions_text = where;
   if (!where.empty()) {  // 1 <= K <= H
     std::vector<detail::Size> sizes;
-    for (std::string_view part : detail::split(where, "<=")) {
+    const auto parts = detail::split(where, "<=");
+    for (std::string_view part : parts) {
+      if (parts.size() < 2 || part.find_first_of("<=>!") != std::string_view::npos) {
+        fail(name(), "its signature must have conditions such as 1 <= K <= N, got '", where, "'");
+      }
       sizes.push_back(read_size(part));
       require_said(sizes.back(), part, said_);
     }

@@ -195,7 +195,10 @@ class Signature:
                     check_size(size, said)
             bound.update(name for pattern in argument.patterns for name in pattern.names)
             described.append(argument.name)
-            for size in argument.parts:
+            parts = argument.parts
+            if len(parts) == 1 or re.search("[<=>!]", "".join(parts)):
+                fail(self.op, f"its signature must have conditions such as 1 <= K <= N, got {argument.condition!r}")
+            for size in parts:
                 check_size(size, bound)
         for result in self.results:
             check(result.pattern, result.like)
