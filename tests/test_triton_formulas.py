@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from extension_cpp.triton.elementwise import elementwise
 from extension_cpp.triton.recurrence import recurrence, recurrence_backward
 from extension_cpp.triton.rowwise import rowwise
 from extension_cpp.triton.selection import selection
@@ -168,10 +169,12 @@ def test_what_is_refused():
         (selection, y, "Tensor", "x: ...; y: N as x -> ?", "selection takes tensors of shape"),
         (selection, y, "Tensor", "x: ...; y: ... as x -> ...", "selection takes tensors of shape"),
         (selection, y, "Tensor", "x: ...; y: ... as x -> ? of int64", "selection takes tensors of shape"),
+        (elementwise, y, "Tensor", "x: ...; y: ... as x -> ... of bool", "the dtype of its inputs, got bool$"),
         (recurrence_backward, y, "Tensor", "x: B T H; y: B H as x -> B T H", "has an input, a state, and a result"),
     ):
         with pytest.raises(RuntimeError, match=message):
             how(_one).prepare(declare(arguments, results, signature))
+    elementwise(_one).prepare(declare(y, "Tensor", "x: ... of float32; y: ... as x -> ... of float32"))
     formula = rowwise(_one)
     formula.prepare(declare(y, "Tensor", xy))
     with pytest.raises(RuntimeError, match="Triton's blocks have at most 1048576 elements, got rows of 1048577"):

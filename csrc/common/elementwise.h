@@ -79,6 +79,17 @@ auto returned(const std::array<Tensor, N>& results) {
   }
 }
 
+// Results are allocated, and written, in the dtype of the inputs: a formula has one type for all.
+inline void refuse_other_results(const Operator& op, const View& first) {
+  for (const Result& result : op.results) {
+    if (result.dtype < 0 || result.dtype == first.dtype) continue;
+    const std::string want = dtypes::name(first.dtype), got = dtypes::name(result.dtype);
+    fail(
+        op.name(), "its signature must give the result of an elementwise formula the dtype of its inputs, ", want,
+        ", got ", got);
+  }
+}
+
 template <class Formula, size_t... I>
 constexpr size_t results_of(std::index_sequence<I...>) {
   return kResults<decltype(std::declval<const Formula&>()((static_cast<void>(I), 0.0f)...))>;
@@ -95,6 +106,7 @@ auto elementwise(const Operator& op, const Formula& formula, const Inputs&... in
   constexpr size_t kOut = detail::results_of<Formula>(std::make_index_sequence<kIn>());
   const Call<kIn> call(op, {&inputs...});
   call.check_dtypes();
+  detail::refuse_other_results(op, call.views[0]);
   Loop<kOut + kIn> loop;
   const auto outputs = allocate_outputs<kOut, kIn>(op.name(), call.views, loop);
   [&]<size_t... O>(std::index_sequence<O...>) {

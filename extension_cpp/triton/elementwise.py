@@ -261,6 +261,10 @@ class elementwise:
     def prepare(self, operator: Any) -> None:
         """Make the kernels, for the operator that was declared."""
         self.operator = operator
+        for result in operator.signature.results:  # Which the kernel writes in the type of the first tensor.
+            if result.dtype and (result.dtype,) != operator.signature.arguments[0].dtypes:
+                wanted = "its signature must give the result of an elementwise formula the dtype of its inputs"
+                _backends.fail(operator.name, f"{wanted}, got {_signature.dtype_name(result.dtype)}")
         at = {name: i for i, name in enumerate(operator.names)}
         kernels = []
         for formula in sorted(self.formulas, key=lambda formula: -len(formula.arg_names)):

@@ -57,6 +57,20 @@ Tensor none(const Tensor& x) {
   call["M"];
   return call.empty();
 }
+struct Positive {
+  template <class V>
+  EXTENSION_CPP_INLINE V operator()(V x) const {
+    return x > 0;
+  }
+};
+const Operator kPositive("positive(Tensor x) -> Tensor", "x: ... -> ... of bool");
+const Operator kSingle("single(Tensor x) -> Tensor", "x: ... -> ... of float32");
+Tensor positive(const Tensor& x) {
+  return elementwise(kPositive, Positive{}, x);
+}
+Tensor single(const Tensor& x) {
+  return elementwise(kSingle, Positive{}, x);
+}
 
 EXTENSION_CPP_REGISTER(m) {
   m.add<&count>(kCount);
@@ -67,6 +81,8 @@ EXTENSION_CPP_REGISTER(m) {
   m.add<&choice>(kChoice);
   m.add<&optional>(kOptional);
   m.add<&none>(kNone);
+  m.add<&positive>(kPositive);
+  m.add<&single>(kSingle);
 }
 
 }  // namespace extension_cpp::signatures
@@ -177,3 +193,12 @@ def test_an_optional_tensor_that_is_written(ops):
         RuntimeError, match=r"^count: running must not overlap itself, got shape \(3,\) with strides \(0,\)"
     ):
         ops.count(x, torch.ones(1).expand(3))
+
+
+def test_an_elementwise_result_of_another_dtype(ops):
+    """A formula has one type for its inputs and its results."""
+    x = torch.tensor([-1.0, 2.0])
+    wanted = "its signature must give the result of an elementwise formula the dtype of its inputs"
+    assert said_by_kernel(ops.positive, x) == f"positive: {wanted}, float32, got bool"
+    assert said_by_kernel(ops.single, x.double()) == f"single: {wanted}, float64, got float32"
+    assert ops.single(x).tolist() == [0, 1] and ops.single(x).dtype == torch.float32
