@@ -432,8 +432,9 @@ class Contract:
 
     def check_dtypes(self, returned: Any, args: Args, said: str) -> None:
         signature = self.op.operator.signature
+        given = {argument.name: t for argument, t in signature.tensors(args) if t is not None}
         for t, result in zip(tensors(returned), signature.results):
-            want = result.dtype or args[signature.positions[result.like]].dtype
+            want = signature.dtype_of(result, given)
             assert t.dtype == want, f"{said}{t.dtype}, where the signature says {want}, on {describe(args)}"
 
     def results_of(self, args: Args) -> list[Tensor]:

@@ -321,13 +321,16 @@ namespace {
 
 std::vector<View> select(const detail::Pattern& pattern, std::span<const View> views) {
   std::vector<View> chosen;
-  for (int i : pattern.broadcast) chosen.push_back(views[i]);
+  for (int i : pattern.broadcast) {
+    if (views[i]) chosen.push_back(views[i]);
+  }
   return chosen;
 }
 
 }  // namespace
 
 Checks::Checks(const Operator& op, std::span<const View> views, Numbers numbers) : op_(op) {
+  first_ = std::find_if(views.data(), views.data() + views.size(), [](const View& t) { return bool(t); });
   for (const auto& [name, value] : numbers) {
     const int index = op.name_index(name);
     if (index >= 0) bind(index, value);
@@ -357,7 +360,7 @@ void Checks::announce_write(const View& t) const {
 }
 
 // A contiguous result.
-Tensor Checks::empty(size_t result, const View& first) const {
+Tensor Checks::empty(size_t result, std::span<const View> views) const {
   const detail::Result& described = op_.results[result];
   if (described.pattern.open || !described.pattern.broadcast.empty()) {
     fail(op_.name(), "its function must allocate a result of ? or broadcast(...), whose sizes Call doesn't know");
@@ -372,7 +375,15 @@ Tensor Checks::empty(size_t result, const View& first) const {
   for (const detail::Size& size : described.pattern.sizes) sizes[ndim++] = value(size);
   int64_t step = 1;
   for (size_t d = ndim; d-- > 0; step = times(step, std::max<int64_t>(sizes[d], 1))) strides[d] = step;
-  return empty_strided(first, described.dtype, sizes.data(), strides.data(), ndim);
+  const View* like = first_;
+  if (described.dtype < 0 && described.like >= 0) {
+    const size_t at = static_cast<size_t>(described.like);
+    like = at < views.size() ? &views[at] : nullptr;
+    if (!like || !*like) {
+      fail(op_.name(), op_.arguments[described.like].name, " must be a tensor, as a result has its dtype, got None");
+    }
+  }
+  return empty_strided(*like, described.dtype, sizes.data(), strides.data(), ndim);
 }
 
 int64_t Checks::operator[](std::string_view name) const {
@@ -398,16 +409,18 @@ void Checks::bind(int name, int64_t value) {
 
 void Checks::check(const detail::Argument& argument, const View& t, std::span<const View> views) {
   const char* op = op_.name();
-  if (argument.like >= 0) {
-    const View& like = views[argument.like];
+  const detail::Argument* described = &argument;  // In place of an argument that is None stands what is said of it.
+  while (described->like >= 0 && !views[described->like]) described = &op_.arguments[described->like];
+  if (described->like >= 0) {
+    const View& like = views[described->like];
     if (t.dtype != like.dtype) {
       const std::string want = dtypes::name(like.dtype), got = dtypes::name(t.dtype);
       fail(op, t.name, " must have the dtype of ", like.name, ", ", want, ", got ", got);
     }
-  } else if (!(argument.dtypes >> t.dtype & 1)) {
-    fail(op, t.name, " must have dtype ", argument.dtype_names, ", got ", dtypes::name(t.dtype));
+  } else if (!(described->dtypes >> t.dtype & 1)) {
+    fail(op, t.name, " must have dtype ", described->dtype_names, ", got ", dtypes::name(t.dtype));
   }
-  const View& first = views[0];
+  const View& first = *first_;
   if (t.device_type != first.device_type || t.device_index != first.device_index) {
     fail(op, t.name, " must be on the device of ", first.name, ", ", device_name(first), ", got ", device_name(t));
   }

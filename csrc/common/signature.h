@@ -73,7 +73,7 @@ struct Argument {
 
 struct Result {
   Pattern pattern;
-  int like = 0;
+  int like = -1;       // the argument that has the same dtype; else the first that is given
   int32_t dtype = -1;  // of its own, if >= 0
 };
 
@@ -126,7 +126,7 @@ class Checks {
   Checks(const Operator& op, std::span<const View> views, Numbers numbers);
 
   int64_t operator[](std::string_view name) const;
-  Tensor empty(size_t result, const View& first) const;
+  Tensor empty(size_t result, std::span<const View> views) const;
 
  private:
   void bind(int name, int64_t value);
@@ -141,6 +141,7 @@ class Checks {
   void announce_write(const View& t) const;
 
   const Operator& op_;
+  const View* first_;  // of the tensors that are given
   int64_t dims_[detail::kMostNames] = {};
   uint32_t bound_ = 0;
   bool has_pack_ = false;
@@ -171,7 +172,7 @@ class Call {
   }
 
   // A result, contiguous and not yet written.
-  Tensor empty(size_t result = 0) const { return checks_.empty(result, views[0]); }
+  Tensor empty(size_t result = 0) const { return checks_.empty(result, views); }
 
   const Operator& op;
   const std::array<View, N> views;

@@ -111,7 +111,7 @@ class Result:
 
     pattern: Pattern
     like: str
-    """The argument that it has the dtype of, if it has none of its own."""
+    """The argument that it has the dtype of, if it has none of its own; else the first that is given."""
     dtype: torch.dtype | None = None
 
 
@@ -158,7 +158,7 @@ class Signature:
             shape, dtype = cut(part.strip(), "of")
             shape, like = cut(shape, "as")
             own = read_dtype(op, dtype) if dtype else None
-            results.append(Result(Pattern.read(op, shape, True), like or arguments[0].name, own))
+            results.append(Result(Pattern.read(op, shape, True), like, own))
         positions = {name: i for i, name in enumerate(in_schema)}
         numbers = {
             name: i for name, i in positions.items() if str(schema.arguments[i].type) in ("int", "bool", "SymInt")
@@ -276,13 +276,16 @@ class Signature:
 
     def _check_tensor(self, op: str, argument: Argument, t: Tensor, first: str, given: dict[str, Tensor]) -> None:
         """The dtype, the device, and the number of dimensions that kernels can have."""
-        if argument.like:
-            want = given[argument.like].dtype
+        described = argument  # In place of an argument that is None stands what is said of it.
+        while described.like and described.like not in given:
+            described = next(other for other in self.arguments if other.name == described.like)
+        if described.like:
+            want = given[described.like].dtype
             if t.dtype != want:
-                said = f"{argument.name} must have the dtype of {argument.like}, {dtype_name(want)}"
+                said = f"{argument.name} must have the dtype of {described.like}, {dtype_name(want)}"
                 fail(op, f"{said}, got {dtype_name(t.dtype)}")
-        elif t.dtype not in argument.dtypes:
-            *names, last = map(dtype_name, argument.dtypes)
+        elif t.dtype not in described.dtypes:
+            *names, last = map(dtype_name, described.dtypes)
             wanted = f"{', '.join(names)} or {last}" if names else last
             fail(op, f"{argument.name} must have dtype {wanted}, got {dtype_name(t.dtype)}")
         device = given[first].device
@@ -390,9 +393,7 @@ class Signature:
         return self.pack_results([self._empty_result(result, given, sizes) for result in self.results])
 
     def _empty_result(self, result: Result, given: dict[str, Tensor], sizes: Sizes) -> Tensor:
-        like = given[result.like]
-        dtype = result.dtype or like.dtype
-        pattern = result.pattern
+        dtype, pattern = self.dtype_of(result, given), result.pattern
         if pattern.broadcast or (pattern.pack and self.elementwise):
             names = pattern.broadcast or [a.name for a in self.arguments if a.patterns[0].pack]
             return empty_elementwise(*(given[name] for name in names if name in given), dtype=dtype)
@@ -403,7 +404,14 @@ class Signature:
         leading = sizes.get("...") if pattern.pack else ()
         if leading is None:
             fail(self.op, "its size ... has no value: no tensor of this call has it")
-        return like.new_empty([*leading, *shape], dtype=dtype)
+        return next(iter(given.values())).new_empty([*leading, *shape], dtype=dtype)
+
+    def dtype_of(self, result: Result, given: dict[str, Tensor]) -> torch.dtype:
+        if result.dtype:
+            return result.dtype
+        if result.like and result.like not in given:
+            fail(self.op, f"{result.like} must be a tensor, as a result has its dtype, got None")
+        return (given[result.like] if result.like else next(iter(given.values()))).dtype
 
     @staticmethod
     def pack_results(results: list[Tensor]) -> Any:

@@ -34,7 +34,7 @@ class selection(Formula):
         every = [p for a in signature.arguments for p in a.patterns] + [r.pattern for r in signature.results]
         first = signature.arguments[0].name
         kept = all(
-            r.pattern.sizes == ("?",) and not r.pattern.pack and not r.dtype and r.like == first
+            r.pattern.sizes == ("?",) and not r.pattern.pack and not r.dtype and r.like in ("", first)
             for r in signature.results
         )
         if not kept or not all(p.pack and not p.sizes for p in every[: len(self.tensors)]):

@@ -71,8 +71,28 @@ Tensor positive(const Tensor& x) {
 Tensor single(const Tensor& x) {
   return elementwise(kSingle, Positive{}, x);
 }
+// Tensors that are None, first and after `as`; and results of the dtype of another than the first.
+const Operator kFirst("first(Tensor? w, Tensor x, Tensor? y=None) -> Tensor", "w: N; x: N; y: N as x -> N");
+const Operator kLike(
+    "like(Tensor x, Tensor? w=None, Tensor? b=None, Tensor? c=None) -> Tensor",
+    "x: N; w: N of float32|int64; b: N as w; c: N as b -> N as w");
+const Operator kOut(
+    "out(Tensor? a, Tensor? b, Tensor c, Tensor(a!) out) -> ()", "a: ...; b: ...; c: ...; out: broadcast(a, b, c) as c ->");
+Tensor first(const std::optional<Tensor>& w, const Tensor& x, const std::optional<Tensor>& y) {
+  return Call<3>(kFirst, {pointer(w), &x, pointer(y)}).empty();
+}
+Tensor like(
+    const Tensor& x, const std::optional<Tensor>& w, const std::optional<Tensor>& b, const std::optional<Tensor>& c) {
+  return Call<4>(kLike, {&x, pointer(w), pointer(b), pointer(c)}).empty();
+}
+void out(const std::optional<Tensor>& a, const std::optional<Tensor>& b, const Tensor& c, const Tensor& out) {
+  const Call<4> call(kOut, {pointer(a), pointer(b), &c, &out});
+}
 
 EXTENSION_CPP_REGISTER(m) {
+  m.add<&first>(kFirst);
+  m.add<&like>(kLike);
+  m.add<&out>(kOut);
   m.add<&count>(kCount);
   m.add<&twice>(kTwice);
   m.add<&larger>(kLarger);
@@ -117,7 +137,7 @@ def said_by_cpp(schema: str, line: str) -> str:
 
 
 def said_by_python(op, *args):
-    """The error of a call, or the sizes of its result."""
+    """The error of a call, or the sizes of its result, and its dtype if that isn't float32."""
     line = ctypes.CDLL(next(path for path in torch.ops.loaded_libraries if Path(path).stem == "signatures"))
     line.extension_cpp_signature.restype = ctypes.c_char_p
     schema = op.default._schema
@@ -126,7 +146,7 @@ def said_by_python(op, *args):
         result = signature.empty(args, signature.check(args))
     except RuntimeError as error:
         return str(error)
-    return None if result is None else result.shape
+    return None if result is None else (*result.shape, *[result.dtype] * (result.dtype != torch.float32))
 
 
 def said_by_kernel(op, *args):
@@ -134,7 +154,7 @@ def said_by_kernel(op, *args):
         result = op(*args)
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    return None if result is None else result.shape
+    return None if result is None else (*result.shape, *[result.dtype] * (result.dtype != torch.float32))
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
@@ -202,3 +222,24 @@ def test_an_elementwise_result_of_another_dtype(ops):
     assert said_by_kernel(ops.positive, x) == f"positive: {wanted}, float32, got bool"
     assert said_by_kernel(ops.single, x.double()) == f"single: {wanted}, float64, got float32"
     assert ops.single(x).tolist() == [0, 1] and ops.single(x).dtype == torch.float32
+
+
+def test_optional_tensors_that_are_none(ops):
+    """The device and the dtypes are those of the tensors that are given, or that an argument which is None may have."""
+    x, double, number = torch.ones(3), torch.ones(3).double(), torch.ones(3, dtype=torch.int64)
+    for op, args, want in (
+        (ops.first, (None, x, None), (3,)),
+        (ops.first, (None, double, double), (3, torch.float64)),
+        (ops.first, (double, x, x), (3, torch.float64)),
+        (ops.first, (None, x, double), "first: y must have the dtype of x, float32, got float64"),
+        (ops.first, (None, x, torch.ones(2)), "first: y must have shape (N,) with N = 3, got (2,)"),
+        (ops.like, (x, number, number), (3, torch.int64)),
+        (ops.like, (x, number, None, number), (3, torch.int64)),
+        (ops.like, (x, number, None, x), "like: c must have the dtype of w, int64, got float32"),
+        (ops.like, (x, None, double), "like: b must have dtype float32 or int64, got float64"),
+        (ops.like, (x, None, None, double), "like: c must have dtype float32 or int64, got float64"),
+        (ops.like, (x, None, number), "like: w must be a tensor, as a result has its dtype, got None"),
+        (ops.out, (None, None, x, torch.ones(3)), None),
+        (ops.out, (None, torch.ones(2), x, x), "out: b and c must have shapes that broadcast, got (2,) and (3,)"),
+    ):
+        assert said_by_kernel(op, *args) == said_by_python(op, *args) == want
