@@ -93,6 +93,15 @@ def number_samples(device: str, dtype: torch.dtype):
         yield x, 1.5
 
 
+def optional_samples(device: str, dtype: torch.dtype):
+    for (x,) in samples(device, dtype):
+        yield from ((x,), (x, None), (x, x.clone()))
+
+
+def double_or_add(x: Tensor, bias: Tensor | None = None) -> None:
+    x.mul_(2) if bias is None else x.add_(bias)
+
+
 def multiply(x: Tensor, times: float) -> Tensor:
     return x * times
 
@@ -309,6 +318,17 @@ def calls_twice(x: Tensor) -> Tensor:
     return (torch.ops.extension_cpp.fault_calls(x) + torch.ops.extension_cpp.fault_calls(x)) / 2
 
 
+def define_optional() -> Contract:
+    """In place, with an argument that the dispatcher leaves out."""
+    register("fault_none_optional(Tensor(a!) x, Tensor? bias=None) -> ()", double_or_add)
+    declared = operator(name="fault_none_optional", signature="x: ...; bias: ... as x ->")(double_or_add)
+
+    class Optional(Contract):
+        op = Case(declared, optional_samples)
+
+    return Optional()
+
+
 def untagged(name: str) -> Contract:
     contract = define(name, double)
     contract.op.operator.default._tags = []
@@ -321,6 +341,7 @@ healthy_once = define("fault_none_once", double, backward=lambda grad: grad.deta
 healthy_where = define_where("fault_none_where", where_large)
 healthy_large = define("fault_none_large", large, reference=large, backward=large_backward, signature="x: ... -> ?")
 healthy_exact = define("fault_none_exact", double, backward=twice, by_reference=True)
+healthy_optional = define_optional()
 healthy_number = define("fault_none_number", multiply, number=True, backward=lambda grad, times: grad * times)
 FAULTS = {
     "ignores strides": (define("fault_strides", ignores_strides), "test_layouts"),
@@ -522,7 +543,16 @@ def test_what_is_written_is_compared_in_float64(device):
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS.values()}))
 def test_healthy_operator_passes(check, device):
     """The same operators without a fault pass the same checks: it is the fault that is caught, not the operator."""
-    every = healthy, healthy_into, healthy_where, healthy_large, healthy_once, healthy_exact, healthy_number
+    every = (
+        healthy,
+        healthy_into,
+        healthy_where,
+        healthy_large,
+        healthy_once,
+        healthy_exact,
+        healthy_number,
+        healthy_optional,
+    )
     for contract in every:
         with suppress(pytest.skip.Exception):
             getattr(contract, check)(**arguments(check, device))
@@ -545,6 +575,35 @@ def test_a_failure_names_what_answers_it(fault, answer):
     contract, check = FAULTS[fault]
     with pytest.raises(AssertionError, match=re.escape(answer)):
         getattr(contract, check)(**arguments(check, "cpu"))
+
+
+def count(x: Tensor, calls: Tensor | None = None) -> None:
+    if calls is not None:
+        calls.add_(1)
+
+
+def test_what_is_written_may_be_left_out():
+    with torch.library._scoped_library("fault_ops", "FRAGMENT") as library:
+        for entry in ("count", "count.kernel"):  # With the second there is a quick way.
+            library.define(f"{entry}(Tensor x, Tensor(a!)? calls=None) -> ()")
+            library.impl(entry, count, "CPU")
+        x, calls = torch.ones(3), torch.zeros(3)
+        negative = torch.complex(x, x).conj().imag
+        try:
+            function = operator(name="fault_ops::count", signature="x: ...; calls: ... as x ->")(count)
+            for given in ((x,), (x, None), (negative,), (negative, None)) * 2:  # The first call is never the quick one.
+                for call in (function, torch.ops.fault_ops.count):
+                    assert call(*given) is None
+                    with torch.autocast("cpu"):
+                        assert call(*given) is None
+            for n, call in enumerate((function, function, torch.ops.fault_ops.count), 1):
+                call(x, calls)
+                assert calls.tolist() == [n] * 3 and calls._version == n
+            call(x, negative)
+            assert negative.tolist() == [0] * 3
+        finally:
+            _backends.operators.pop("fault_ops::count", None)
+            _operator._libraries.cache_clear()
 
 
 def annotated(x: "Tensor", times: "int") -> "Tensor":

@@ -222,21 +222,24 @@ def make_write(operator: Any, overload: Any) -> Callable:
         silently wrong.
         """
         recorded = torch.is_grad_enabled()
+        every = operator.all_arguments(args)
         for i in operator.tensors:
-            if not isinstance(args[i], Tensor):
+            if not isinstance(every[i], Tensor):
                 continue
-            if recorded and args[i].requires_grad:
+            if recorded and every[i].requires_grad:
                 why = "as writing has none; got one that does"
                 fail(operator.name, f"{operator.names[i]} must not require a gradient, {why}")
-            if forward_ad._current_level >= 0 and is_dual(args[i]):
+            if forward_ad._current_level >= 0 and is_dual(every[i]):
                 fail(
                     operator.name,
                     f"{operator.names[i]} must not have a tangent, as writing has no derivative; got one that does",
                 )
         for i in operator.written:
-            if args[i] is None:
+            if every[i] is None:
+                if i in operator.optional:
+                    continue
                 fail(operator.name, f"{operator.names[i]} must be a tensor, got None")
-            if args[i].is_inference() and not torch.is_inference_mode_enabled():
+            if every[i].is_inference() and not torch.is_inference_mode_enabled():
                 fail(
                     operator.name,
                     f"{operator.names[i]} must not be an inference tensor outside of inference mode, got one",
@@ -244,7 +247,8 @@ def make_write(operator: Any, overload: Any) -> Callable:
         with _AutoDispatchBelowADInplaceOrView():
             overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
         for i in operator.written:
-            increment_version(args[i])
+            if every[i] is not None:
+                increment_version(every[i])
 
     return write
 
@@ -254,8 +258,8 @@ def make_negative(operator: Any, overload: Any) -> Callable:
         """PyTorch's own fallback for views with a negative bit takes no operator that returns nothing."""
         plain = {id(t): t.resolve_neg() for t in args if isinstance(t, Tensor)}
         overload(*(plain.get(id(arg), arg) for arg in args))
-        for i in operator.written:
-            if args[i].is_neg():
+        for i in operator.written:  # One that was left out, or is None, is not among these.
+            if i < len(args) and id(args[i]) in plain and args[i].is_neg():
                 args[i].copy_(plain[id(args[i])])
 
     return negative

@@ -213,6 +213,7 @@ class Operator:
         self.last_default = self.defaults[-1] if arguments[-1].has_default_value() else object()
         self.types = [str(argument.type) for argument in arguments]  # Which takes long.
         self.tensors = [i for i, type_name in enumerate(self.types) if "Tensor" in type_name]
+        self.optional = [i for i in self.tensors if "Optional" in self.types[i]]
         self.written = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
@@ -487,7 +488,7 @@ class Operator:
             unwrapped.append(name)
             if i in self.tensors:
                 tensors.append(name)
-                optional = "Optional" in type_name
+                optional = i in self.optional
                 none = f"{name} is None or " * optional
                 plain.append(f"({none}type({name}) is _Tensor or type({name}) is _Parameter)")
                 grads.append(f"{name} is not None and " * optional + f"{name}.requires_grad")
@@ -510,7 +511,11 @@ class Operator:
             shorter = ", ".join(["_kernel", *rest])
             call = f"_call({shorter}) if {value} is _last_default else _call({shorter}, {self.names[-1]})"
         if self.written:  # torch.compile can't ask for the last.
-            others += ["_dispatch_modes()", recorded, *(f"{self.names[i]}.is_inference()" for i in self.written)]
+            inference = (
+                f"{self.names[i]} is not None and " * (i in self.optional) + f"{self.names[i]}.is_inference()"
+                for i in self.written
+            )
+            others += ["_dispatch_modes()", recorded, *inference]
             way = [f"return {call}"]
         else:
             # Below autograd, a transform would lose the gradient of what it has wrapped.
@@ -690,7 +695,7 @@ class Operator:
             alike = (
                 f"{t}.dtype is _dtype and {t}.shape == _shape and {t}.get_device() == _device and {of_each.format(t)}"
             )
-            tests.append(f"({t} is None or {alike})" if "Optional" in self.types[self.names.index(t)] else alike)
+            tests.append(f"({t} is None or {alike})" if self.names.index(t) in self.optional else alike)
         read = f"_dtype, _shape, _device = {first}.dtype, {first}.shape, {first}.get_device()"
         body = f"try:\n    {read}\n    return {' and '.join(tests)}\nexcept RuntimeError:\n    return False"
         scope = {**_HELPERS, "_data_address": _data_address, "_operator": self}
@@ -873,9 +878,10 @@ class Operator:
         def triton_into(*args: Any) -> None:
             """For <op>.kernel, which makes a new version of what it writes, as native kernels do."""
             triton(*args)
+            every = self.all_arguments(args)
             for i in self.written:
-                if not args[i].is_inference():
-                    increment_version(args[i])
+                if every[i] is not None and not every[i].is_inference():
+                    increment_version(every[i])
 
         by_triton = _backends.used(self, device) == "triton"
         self.implement(self.name, triton if by_triton else self._fallback, device.upper())

@@ -87,7 +87,7 @@ def _leave_written(operator: Any, rule: Any, call: Any) -> Any:
     """Of the shardings, those in which what is written stays where it is."""
     strategy = rule(call)
     tensors = [i for i, arg in enumerate(call.args_schema) if i in operator.tensors and arg is not None]
-    for i in operator.written:
+    for i in {*operator.written} & {*tensors}:
         now, at = call.args_schema[i].strategies[0].output_spec.placements, tensors.index(i)
         strategy.strategies = [s for s in strategy.strategies if s.input_specs[at].placements == now]
         if not strategy.strategies:
