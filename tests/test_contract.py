@@ -606,6 +606,21 @@ def test_what_is_written_may_be_left_out():
             _operator._libraries.cache_clear()
 
 
+def up_to(x: Tensor, longest: int = 9) -> Tensor:
+    return x * 2
+
+
+def test_a_number_of_the_signature_may_be_left_out():
+    register("fault_none_up_to(Tensor x, int longest=9) -> Tensor", up_to)
+    function = operator(name="fault_none_up_to", signature="x: N where N <= longest -> N")(up_to)
+    x = torch.ones(3)
+    with extension_cpp.use_backend("reference"):
+        assert function(x).tolist() == torch.ops.extension_cpp.fault_none_up_to(x).tolist() == [2] * 3
+    assert torch.func.jvp(function, (x,), (x,))[1].tolist() == [2] * 3
+    with pytest.raises(RuntimeError, match=r"^fault_none_up_to: x must have shape .* with N <= longest and longest = 9"):
+        torch.func.jvp(function, (torch.ones(10),), (torch.ones(10),))
+
+
 def annotated(x: "Tensor", times: "int") -> "Tensor":
     return multiply(x, times)
 

@@ -406,7 +406,7 @@ class Operator:
 
     def checked(self, *args: Any) -> Any:
         """The reference, with the errors of the kernels."""
-        self.signature.check(args)
+        self.signature.check(self.all_arguments(args))  # Which may name a number that was left out.
         with _RecordFunctionFast(f"{self.qualified}.reference"):
             return self.reference(*args)
 
@@ -860,7 +860,7 @@ class Operator:
     def _fallback(self, *args: Any) -> Any:
         """On types of device that have no kernel of their own here."""
         _backends.require(self, _backends.chosen or "reference", args)
-        self.signature.check(args)  # Before a warning of what then isn't run.
+        self.signature.check(self.all_arguments(args))  # Before a warning of what then isn't run.
         if not _backends.chosen and (device := _backends.device_type(args)):
             _backends.warn_once(self, device, "reference")
         return self.checked(*args)
