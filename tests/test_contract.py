@@ -617,7 +617,9 @@ def test_a_number_of_the_signature_may_be_left_out():
     with extension_cpp.use_backend("reference"):
         assert function(x).tolist() == torch.ops.extension_cpp.fault_none_up_to(x).tolist() == [2] * 3
     assert torch.func.jvp(function, (x,), (x,))[1].tolist() == [2] * 3
-    with pytest.raises(RuntimeError, match=r"^fault_none_up_to: x must have shape .* with N <= longest and longest = 9"):
+    with pytest.raises(
+        RuntimeError, match=r"^fault_none_up_to: x must have shape .* with N <= longest and longest = 9"
+    ):
         torch.func.jvp(function, (torch.ones(10),), (torch.ones(10),))
 
 
@@ -772,6 +774,27 @@ def test_a_wrong_declaration_is_refused(declared, reference, message):
     declared = {"name": "fault_none", **declared}
     with pytest.raises(RuntimeError, match=f"^{declared['name']}: {message}"):
         operator(**declared)(reference)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            "(Tensor x, Tensor(a!) y) -> Tensor",
+            r"must return nothing, -> \(\), as it writes y, got Tensor: declare one",
+        ),
+        (
+            "(Tensor(a!) x, float y) -> Tensor(a!)",
+            r"must return nothing, -> \(\), as it writes x, got Tensor: declare one",
+        ),
+    ],
+)
+def test_a_schema_that_is_refused(schema, message):
+    with torch.library._scoped_library("fault_ops", "FRAGMENT") as library:
+        library.define(f"refused{schema}")
+        with pytest.raises(RuntimeError, match=f"^refused: .*{message}"):
+            operator(name="fault_ops::refused")(lambda x, y: x)
+        assert "fault_ops::refused" not in _backends.operators
 
 
 def test_a_default_that_the_reference_lacks():

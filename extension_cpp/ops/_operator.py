@@ -217,6 +217,7 @@ class Operator:
         self.written = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
+        self._check_schema()
         self._check_declaration()
         self.differentiable = bool(declared.differentiable) and not self.written
         # torch.library._impls has every registration made in Python. Those made here are taken out (`implement`).
@@ -241,6 +242,14 @@ class Operator:
         when_imported("torch.utils.flop_counter", self._count_operations)
         if declared.fused:
             when_imported("torch._inductor.lowering", self._fuse)
+
+    def _check_schema(self) -> None:
+        """Raise for a schema of which something would be derived that is wrong on some path."""
+        returned = ", ".join(str(result.type) for result in self.schema.returns)
+        if self.written and returned:  # Autograd, and what makes writes functional, would each have to know of both.
+            names = ", ".join(self.names[i] for i in self.written)
+            what = "declare one operator that writes and another that returns, or let this one return nothing"
+            fail(self.name, f"its schema must return nothing, -> (), as it writes {names}, got {returned}: {what}")
 
     def _check_declaration(self) -> None:
         """Raise for what would be ignored, or fail in a call later on."""
