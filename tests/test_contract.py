@@ -819,6 +819,25 @@ def test_too_many_gradients():
         contract.op.function(x).sum().backward()
 
 
+def test_a_gradient_of_another_shape():
+    transposed = define("fault_transposed", double, backward=lambda grad: grad.t() * 2).op.function
+    repeated = define("fault_none_repeated", double, backward=lambda grad: grad.expand(2, *grad.shape)).op.function
+    alternatives = {"signature": "x: N M | N 1 M -> N M", "reference": lambda x: x.reshape(x.shape[0], -1) * 2}
+    fits = define(
+        "fault_none_fits", alternatives["reference"], backward=lambda grad: grad * 2, **alternatives
+    ).op.function
+    x = torch.ones(2, 3, requires_grad=True)
+    wanted = r"backward must return a gradient of x of its shape, \(2, 3\), got \(3, 2\)$"
+    with pytest.raises(RuntimeError, match=f"^fault_transposed: {wanted}"):
+        transposed(x).sum().backward()
+    for function, given in (
+        (repeated, x),
+        (fits, x),
+        (fits, x[:, None]),
+    ):  # As autograd.Function sums what is broadcast.
+        assert torch.equal(torch.autograd.grad(function(given).sum(), given)[0], torch.full_like(given, 2))
+
+
 @pytest.mark.parametrize("name", ["independent", "summed", "flops"])
 def test_sizes_that_the_signature_lacks(name):
     declared = define(f"fault_{name}_size", double, signature="x: T -> T", sizes={name: "2 T Q"}).op.operator

@@ -347,12 +347,25 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
         back.append(f"if is_grad_enabled(): found = once(found, {', '.join(grads + list(saved))})")
     back += [f"of{i} = found[{n}] if needs[{i}] else None" for n, i in enumerate(gradients)]
     for n, i in enumerate(shaped):
-        back.append(f"if of{i} is not None and of{i}.shape != ctx.shapes[{n}]: of{i} = of{i}.reshape(ctx.shapes[{n}])")
+        back.append(
+            f"if of{i} is not None and of{i}.shape != ctx.shapes[{n}]: of{i} = fit({i}, of{i}, ctx.shapes[{n}])"
+        )
     back.append(f"return {', '.join(f'of{i}' if i in gradients else 'None' for i in range(len(arguments)))},")
 
     def refuse(found: Sequence) -> None:
         names = ", ".join(operator.names[i] for i in gradients)
         fail(operator.name, f"backward must return the gradients of {names}, got {len(found)} values")
+
+    def fit(i: int, grad: Tensor, shape: Sequence[int]) -> Tensor:
+        """A gradient of another shape than its argument. A reshape of any would hide one that is transposed."""
+        name, got = operator.names[i], grad.shape
+        # "B H | B 1 H"
+        if len(patterns[name]) > 1 and [n for n in got if n != 1] == [n for n in shape if n != 1]:
+            return grad.reshape(shape)
+        if len(got) < len(shape) or any(n not in (1, m) for n, m in zip(shape[::-1], got[::-1])):
+            want = f"a gradient of {name} of its shape, {tuple(shape)}"
+            fail(operator.name, f"backward must return {want}, got {tuple(got)}")
+        return grad  # Which autograd sums.
 
     def with_no_second(found: Sequence, *others: Any) -> list:
         given = [t for t in others if isinstance(t, Tensor)]
@@ -363,6 +376,7 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
         "formula": torch.no_grad()(formula) if once else formula,
         "once": with_no_second,
         "refuse": refuse,
+        "fit": fit,
     }
     scope |= {"Tensor": Tensor, "is_grad_enabled": torch.is_grad_enabled, "plain": plain}
 
