@@ -4,6 +4,7 @@ import re
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -761,6 +762,18 @@ def with_a_default(x: Tensor, times: float = 2.0) -> Tensor:
         ({"differentiable": "twice"}, double, "differentiable must be True, False or \"once\", got 'twice'"),
         ({"autocast": "lowest"}, double, 'autocast must be "promote", "lower", "float32" or "", got \'lowest\''),
         ({"backward": lambda grad, y: grad}, double, "backward must name arguments, x, result, result0 to .*; got y"),
+        (
+            {"backward": lambda *args: args[0]},
+            double,
+            r"backward must name what it takes, by position, got \*args: of a dec",
+        ),
+        (
+            {"backward": lambda grad, *, x: grad},
+            double,
+            "backward must name what it takes, by position, got x: leave out",
+        ),
+        ({"backward": lambda: None}, double, "backward must take the gradients of the results first, 1, got none"),
+        ({"backward": 2}, double, "backward must be a function whose parameters Python can tell, got 2"),
         ({"saved_for": {"y": "x"}}, double, "saved_for must name arguments, x; got y"),
         ({}, other_name, "the parameters of its reference must be the arguments of its schema, x, got y"),
         (
@@ -810,6 +823,36 @@ def test_a_module_without_the_kernel():
     made.declared.triton = "json"
     with pytest.raises(RuntimeError, match=r"^fault_triton: triton= .* names json, which has no kernel of this name$"):
         made.triton_kernel()
+
+
+class Times:
+    def __call__(self, grad: Tensor, times: float) -> Tensor:
+        return grad * times
+
+    def method(self, grad: Tensor, times: float) -> Tensor:
+        return grad * times
+
+
+def times_by_default(grad: Tensor, times: float, more: float) -> Tensor:
+    return grad * times * more
+
+
+FORMULAS = {
+    "decorated": torch.no_grad()(Times().method),
+    "method": Times().method,
+    "object": Times(),
+    "partial": partial(times_by_default, more=1.0),
+}
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_a_formula_that_is_no_plain_function(kind):
+    contract = define(f"fault_none_{kind}", multiply, number=True, backward=FORMULAS[kind])
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(contract.op.function(x, 3.0).sum(), x)[0].tolist() == [3, 3]
+    assert contract.op.operator._sources  # A hash of them, for the cache of torch.compile.
+    file = _operator._code_of(FORMULAS[kind]).co_filename
+    assert Path(file).name == "test_contract.py", f"{file} would be hashed"
 
 
 def test_too_many_gradients():

@@ -293,8 +293,7 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
     """
     positions = {name: i for i, name in enumerate(operator.names)}
     results = [f"result{i}" for i in range(len(operator.schema.returns))]
-    code = operator.backward.__code__ if operator.backward else None
-    wanted = code.co_varnames[len(results) : code.co_argcount] if code else operator.names
+    wanted = operator.taken if operator.backward else operator.names
     gradients = operator.differentiable_arguments if operator.differentiable else []
     arguments = [f"argument{i}" for i in range(len(operator.names))]
     grads = [f"grad{i}" for i in range(len(results))]

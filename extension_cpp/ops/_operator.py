@@ -77,6 +77,12 @@ it runs on the thread of the backward, which makes it slower."""
 _data_address = torch._C._data_address  # type: ignore[attr-defined]
 
 
+def _code_of(function: Any) -> Any:
+    """The code of a function, behind decorators, a partial or an object; None of what isn't Python's."""
+    function = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    return getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
+
+
 def _function_modes_matter() -> bool:
     """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
     count = _len_torch_function_stack()
@@ -272,9 +278,7 @@ class Operator:
                     fail(self.name, f"{what} must be that of its schema, {has}, got {gives}")
         results = len(self.schema.returns)
         known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
-        taken = (
-            [*self.backward.__code__.co_varnames[results : self.backward.__code__.co_argcount]] if self.backward else []
-        )
+        taken = self.taken if self.backward else []
         for what, used in (
             ("backward", taken),
             ("saved_for", [*declared.saved_for, *declared.saved_for.values()]),
@@ -284,6 +288,28 @@ class Operator:
                 if name not in (known if what == "backward" else self.names):
                     more = ", result, result0 to the number of results, or needs" if what == "backward" else ""
                     fail(self.name, f"{what} must name arguments, {', '.join(self.names)}{more}; got {name}")
+
+    @cached_property
+    def taken(self) -> list[str]:
+        """What `backward` takes after the gradients of the results, by name."""
+        results = len(self.schema.returns)
+        try:  # Of what a decorator has wrapped, a partial or an object too.
+            parameters = [*inspect.signature(self.backward).parameters.values()]  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            fail(self.name, f"backward must be a function whose parameters Python can tell, got {self.backward!r}")
+        names = []
+        for p in parameters:
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                names.append(p.name)
+            elif p.kind != p.KEYWORD_ONLY or p.default is p.empty:  # A partial has defaults of what it is given.
+                what = "of a decorator, functools.wraps tells them" if p.kind != p.KEYWORD_ONLY else "leave out the *"
+                fail(self.name, f"backward must name what it takes, by position, got {p}: {what}")
+        if len(names) < results:
+            fail(
+                self.name,
+                f"backward must take the gradients of the results first, {results}, got {', '.join(names) or 'none'}",
+            )
+        return names[results:]
 
     # What the signature says.
 
@@ -341,7 +367,7 @@ class Operator:
         """A hash of the Python that the operator, and what is derived from it, is written in."""
         declared = self.declared
         given = (self.reference, declared.backward, declared.vmap, declared.fused, declared.fake)
-        codes = {code.co_filename: code for function in given if (code := getattr(function, "__code__", None))}
+        codes = {code.co_filename: code for function in given if (code := _code_of(function))}
         files = {str(path): None for path in Path(__file__).parent.glob("*.py")} | codes
         digest = hashlib.sha256(declared.signature.encode())
         for file, code in sorted(files.items()):  # That of a frozen program may be nowhere.
