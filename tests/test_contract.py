@@ -20,11 +20,12 @@ from extension_cpp.testing import DEVICES, TORCH, Case, Contract, contracts
 LIBRARY = torch.library.Library("extension_cpp", "FRAGMENT")
 
 
-def register(schema: str, kernel) -> None:
+def register(schema: str, kernel, overload: str = "") -> None:
     """Define an operator, with a kernel for each device: later tests, as of the libraries, see it among the package's."""
-    LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema.replace(name, name + overload, 1))
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(schema.partition("(")[0], kernel, key)
+        LIBRARY.impl(name + overload, kernel, key)
 
 
 def define(
@@ -584,27 +585,21 @@ def count(x: Tensor, calls: Tensor | None = None) -> None:
 
 
 def test_what_is_written_may_be_left_out():
-    with torch.library._scoped_library("fault_ops", "FRAGMENT") as library:
-        for entry in ("count", "count.kernel"):  # With the second there is a quick way.
-            library.define(f"{entry}(Tensor x, Tensor(a!)? calls=None) -> ()")
-            library.impl(entry, count, "CPU")
-        x, calls = torch.ones(3), torch.zeros(3)
-        negative = torch.complex(x, x).conj().imag
-        try:
-            function = operator(name="fault_ops::count", signature="x: ...; calls: ... as x ->")(count)
-            for given in ((x,), (x, None), (negative,), (negative, None)) * 2:  # The first call is never the quick one.
-                for call in (function, torch.ops.fault_ops.count):
-                    assert call(*given) is None
-                    with torch.autocast("cpu"):
-                        assert call(*given) is None
-            for n, call in enumerate((function, function, torch.ops.fault_ops.count), 1):
-                call(x, calls)
-                assert calls.tolist() == [n] * 3 and calls._version == n
-            call(x, negative)
-            assert negative.tolist() == [0] * 3
-        finally:
-            _backends.operators.pop("fault_ops::count", None)
-            _operator._libraries.cache_clear()
+    for overload in ("", ".kernel"):  # With the second there is a quick way.
+        register("fault_none_count(Tensor x, Tensor(a!)? calls=None) -> ()", count, overload)
+    function = operator(name="fault_none_count", signature="x: ...; calls: ... as x ->")(count)
+    x, calls = torch.ones(3), torch.zeros(3)
+    negative = torch.complex(x, x).conj().imag
+    for given in ((x,), (x, None), (negative,), (negative, None)) * 2:  # The first call is never the quick one.
+        for call in (function, torch.ops.extension_cpp.fault_none_count):
+            assert call(*given) is None
+            with torch.autocast("cpu"):
+                assert call(*given) is None
+    for n, call in enumerate((function, function, torch.ops.extension_cpp.fault_none_count), 1):
+        call(x, calls)
+        assert calls.tolist() == [n] * 3 and calls._version == n
+    function(x, negative)
+    assert negative.tolist() == [0] * 3
 
 
 def up_to(x: Tensor, longest: int = 9) -> Tensor:
@@ -622,6 +617,24 @@ def test_a_number_of_the_signature_may_be_left_out():
         RuntimeError, match=r"^fault_none_up_to: x must have shape .* with N <= longest and longest = 9"
     ):
         torch.func.jvp(function, (torch.ones(10),), (torch.ones(10),))
+
+
+def scale_by_first(x: Tensor, by: list[float]) -> Tensor:
+    return x * by[0]
+
+
+@pytest.mark.parametrize("backward", [None, lambda grad, by: grad * by[0]])
+def test_a_list_that_is_changed_before_the_backward(backward):
+    name = f"fault_none_list_{backward is None}"
+    for overload in ("", ".kernel"):  # With the second a call goes past the dispatcher, which makes a list of its own.
+        register(f"{name}(Tensor x, float[1] by) -> Tensor", scale_by_first, overload)
+    function = operator(name=name, signature="x: ... -> ...", backward=backward)(scale_by_first)
+    x = torch.ones(2, requires_grad=True)
+    for call in (function, getattr(torch.ops.extension_cpp, name)):
+        by = [2.0]
+        y = call(x, by)
+        by[0] = 100.0
+        assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 2]
 
 
 def annotated(x: "Tensor", times: "int") -> "Tensor":
@@ -792,6 +805,13 @@ def test_a_wrong_declaration_is_refused(declared, reference, message):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
+        (
+            "(Tensor[] x, int y) -> Tensor",
+            r"x must be a Tensor or a Tensor\? in its schema, got List\[Tensor\]: stack them",
+        ),
+        ("(Tensor x, Tensor?[] y) -> Tensor", r"y must be a Tensor or a Tensor\? in its schema, got List\[Optional\["),
+        ("(Tensor x, int y) -> Tensor[]", r"result 0 must be a Tensor in its schema, got List\[Tensor\]: return"),
+        ("(Tensor x, int y) -> (Tensor, int)", r"result 1 must be a Tensor in its schema, got int: return"),
         (
             "(Tensor x, Tensor(a!) y) -> Tensor",
             r"must return nothing, -> \(\), as it writes y, got Tensor: declare one",

@@ -299,7 +299,8 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
     grads = [f"grad{i}" for i in range(len(results))]
     # What the formula takes after the gradients: of it the context saves the tensors, and holds the numbers.
     saved: dict[str, str] = {}
-    numbers, takes = [], []
+    numbers: dict[str, str] = {}
+    takes = []
     for name in wanted:
         if name == "needs":
             takes.append("needs")
@@ -310,7 +311,9 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
             takes.append(arguments[positions[name]])
             other = operator.declared.saved_for.get(name)
             if positions[name] not in operator.tensors:
-                numbers.append(takes[-1])
+                numbers[takes[-1]] = takes[-1]
+                if "List" in operator.types[positions[name]]:  # Which the caller may change before the backward.
+                    numbers[takes[-1]] = f"tuple({takes[-1]}) if isinstance({takes[-1]}, list) else {takes[-1]}"
             else:
                 needed = f" if needs[{positions[other]}] else None" if other else ""
                 saved[takes[-1]] = f"{takes[-1]}{needed}"
@@ -330,7 +333,7 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
             shapes = (f"None if {arguments[i]} is None else {arguments[i]}.shape, " for i in shaped)
             keep.append(f"ctx.shapes = {''.join(shapes)}")
         if numbers:
-            keep.append(f"ctx.numbers = {', '.join(numbers)},")
+            keep.append(f"ctx.numbers = {', '.join(numbers.values())},")
     # As of torch.gather, or of an embedding, of the result.
     back = [*(f"if {grad}.is_sparse: {grad} = {grad}.to_dense()" for grad in grads), "needs = ctx.needs_input_grad"]
     if saved:

@@ -251,11 +251,22 @@ class Operator:
 
     def _check_schema(self) -> None:
         """Raise for a schema of which something would be derived that is wrong on some path."""
-        returned = ", ".join(str(result.type) for result in self.schema.returns)
+        returned = [str(result.type) for result in self.schema.returns]
+        for name, type_name in zip(self.names, self.types):
+            if "Tensor" in type_name and type_name not in ("Tensor", "Optional[Tensor]"):
+                want = f"{name} must be a Tensor or a Tensor? in its schema"
+                fail(self.name, f"{want}, got {type_name}: stack them, or declare an argument for each")
+        for i, type_name in enumerate(returned):
+            if type_name != "Tensor":
+                want = f"result {i} must be a Tensor in its schema"
+                fail(self.name, f"{want}, got {type_name}: return as many tensors as there are, each by itself")
         if self.written and returned:  # Autograd, and what makes writes functional, would each have to know of both.
             names = ", ".join(self.names[i] for i in self.written)
             what = "declare one operator that writes and another that returns, or let this one return nothing"
-            fail(self.name, f"its schema must return nothing, -> (), as it writes {names}, got {returned}: {what}")
+            fail(
+                self.name,
+                f"its schema must return nothing, -> (), as it writes {names}, got {', '.join(returned)}: {what}",
+            )
 
     def _check_declaration(self) -> None:
         """Raise for what would be ignored, or fail in a call later on."""
