@@ -5,6 +5,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -600,6 +601,32 @@ def test_what_is_written_may_be_left_out():
         assert calls.tolist() == [n] * 3 and calls._version == n
     function(x, negative)
     assert negative.tolist() == [0] * 3
+
+
+def multiply_tensors(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_the_reference_takes_no_dtype_that_the_kernels_refuse(tensors):
+    name = f"fault_none_dtypes_{tensors}"
+    y = ", Tensor y" if tensors == 2 else ""
+    reference = multiply_tensors if tensors == 2 else double
+    for overload in ("", ".kernel"):
+        register(f"{name}(Tensor x{y}) -> Tensor", lambda *args: _backends.operators[name].checked(*args), overload)
+    signature = f"x: ... of float32|bfloat16{'; y: ... as x' if y else ''} -> ..."
+    function = operator(name=name, signature=signature, exact=True)(reference)
+    calls = {
+        "eager": function,
+        "torch.ops": getattr(torch.ops.extension_cpp, name),
+        "vmap": torch.vmap(function),
+        "grad": torch.func.grad(lambda *args: function(*args).sum()),
+    }
+    for size, (way, call), _ in product((3, 20000), calls.items(), range(2)):
+        given = [torch.ones(2, size, dtype=torch.float64, requires_grad=way != "grad") for _ in range(tensors)]
+        with pytest.raises(RuntimeError, match=f"^{name}: x must have dtype float32 or bfloat16, got float64$"):
+            call(*given)
+        call(*(t.float() for t in given))
 
 
 def up_to(x: Tensor, longest: int = 9) -> Tensor:

@@ -83,6 +83,12 @@ def _code_of(function: Any) -> Any:
     return getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
 
 
+def _dtypes_of(signature: Signature, name: str) -> tuple[torch.dtype, ...]:
+    """Those that an argument may have."""
+    described = next(argument for argument in signature.arguments if argument.name == name)
+    return _dtypes_of(signature, described.like) if described.like else described.dtypes
+
+
 def _function_modes_matter() -> bool:
     """Whether one is active that is not torch.set_default_device, which is for functions that make tensors of nothing."""
     count = _len_torch_function_stack()
@@ -117,7 +123,6 @@ _HELPERS = {
     "_unwrap": unwrap_if_dead,
     "_strided": torch.strided,
     "_SMALL": SMALL,
-    "_FLOATING": _derivatives.FLOATING,
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
@@ -242,6 +247,8 @@ class Operator:
         self.looked = -1
         self.unchanged = [-1]
         self.looked_for_vmap = -1, False
+        self.exact_dtypes: list[torch.dtype] = []
+        """In which the reference can take the place of the kernels. Empty until the signature is read."""
         self.accepted: set[tuple] = set()  # What the signature has accepted, of samples of a batch.
         self.function = self._make_function()
         when_imported("torch._dynamo", lambda module: self.write_out())
@@ -346,6 +353,8 @@ class Operator:
         for name in re.findall(r"[A-Za-z_]\w*", self.declared.summed):
             if all(name in names for names in results):
                 fail(self.name, f"summed must name sizes that a result lacks, got {name}")
+        allowed = [_dtypes_of(signature, self.names[i]) for i in self.tensors]
+        self.exact_dtypes[:] = [t for t in _derivatives.FLOATING if all(t in dtypes for dtypes in allowed)]
         return signature
 
     def _read_signature(self) -> Signature:
@@ -459,12 +468,8 @@ class Operator:
     @cached_property
     def differentiable_arguments(self) -> list[int]:
         """Positions of the tensors that may have a gradient."""
-        described = {argument.name: argument for argument in self.signature.arguments}
-
-        def dtypes(name: str) -> tuple[torch.dtype, ...]:
-            return dtypes(described[name].like) if described[name].like else described[name].dtypes
-
-        return [i for i in self.tensors if all(dtype.is_floating_point for dtype in dtypes(self.names[i]))]
+        signature = self.signature
+        return [i for i in self.tensors if all(t.is_floating_point for t in _dtypes_of(signature, self.names[i]))]
 
     def decomposition(self, *args: Any) -> Any:
         """The reference, as what traces an operator into others calls it."""
@@ -489,7 +494,8 @@ class Operator:
         """
         self.scope = {**_HELPERS, "_kernel": self.kernel, "_general": self._make_general(), "_operator": self}
         self.scope |= {"_is_ours": self.is_ours, "_unchanged": self.unchanged, "_below_autograd": self._below_autograd}
-        self.scope |= {"_exact": self.exact, "_filled": self.declared.filled, "_last_default": self.last_default}
+        self.scope |= {"_exact_dtypes": self.exact_dtypes, "_exact": self.exact}
+        self.scope |= {"_filled": self.declared.filled, "_last_default": self.last_default}
         first = "return _operator.write_out()(*args, **kwargs)"
         function: Any = _derivatives.maker("<extension_cpp>", "function(*args, **kwargs)", first, *self.scope)(
             **self.scope
@@ -576,7 +582,7 @@ class Operator:
                 exact = f"return _exact({', '.join(arguments)})"
                 if self.is_exact_on_one:
                     few = "{0}.numel() <= _SMALL[{0}.is_cuda] or {0}.is_cuda and _operator.is_one_of_pytorchs"
-                    test = f"{{0}}.layout is _strided and {{0}}.dtype in _FLOATING and {{0}}.dim() <= 8 and ({few})"
+                    test = f"{{0}}.layout is _strided and {{0}}.dtype in _exact_dtypes and {{0}}.dim() <= 8 and ({few})"
                     small = test.format(*tensors)
                 needing = [
                     "else:",
@@ -734,9 +740,12 @@ class Operator:
         return self._tell("is_alike", "({0}.is_cpu or {0}.is_cuda)", "{0}.layout is _strided and not {0}.is_nested")
 
     def _tell(self, name: str, of_first: str, of_each: str) -> Callable[..., bool]:
-        """A function of all arguments: tests of the tensors, for those of one floating dtype, shape and device."""
+        """A function of all arguments: tests of the tensors, for those of one floating dtype, shape and device.
+
+        Of a dtype that the signature allows: the reference would take others, which the kernels refuse.
+        """
         first, *others = (self.names[i] for i in self.tensors)
-        tests = [f"_dtype in _FLOATING and {of_first} and {of_each}".format(first)]
+        tests = [f"_dtype in _exact_dtypes and {of_first} and {of_each}".format(first)]
         for t in others:
             alike = (
                 f"{t}.dtype is _dtype and {t}.shape == _shape and {t}.get_device() == _device and {of_each.format(t)}"
@@ -745,6 +754,7 @@ class Operator:
         read = f"_dtype, _shape, _device = {first}.dtype, {first}.shape, {first}.get_device()"
         body = f"try:\n    {read}\n    return {' and '.join(tests)}\nexcept RuntimeError:\n    return False"
         scope = {**_HELPERS, "_data_address": _data_address, "_operator": self}
+        scope["_exact_dtypes"] = self.signature and self.exact_dtypes
         head = f"{name}({', '.join(self.names)})"
         return _derivatives.maker(f"<{self.qualified} {name}>", head, body, *scope)(**scope)
 
