@@ -629,6 +629,23 @@ def test_the_reference_takes_no_dtype_that_the_kernels_refuse(tensors):
         call(*(t.float() for t in given))
 
 
+def test_names_that_python_has():
+    def scaled(len: Tensor, type: float, int: int, bool: bool = True) -> Tensor:
+        return len * type * int * bool
+
+    for overload in ("", ".kernel"):  # With the second there is a quick way.
+        register("float(Tensor len, float type, int int, bool bool=True) -> Tensor", scaled, overload)
+    function = operator(name="float", signature="len: ... -> ...", exact=True)(scaled)
+    try:
+        for _ in range(3):
+            assert function(torch.ones(2), 2.0, 3).tolist() == [6, 6]
+            x = torch.ones(2, requires_grad=True)
+            assert torch.autograd.grad(function(x, type=2.0, int=3).sum(), x)[0].tolist() == [6, 6]
+        assert torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2), 2.0, 3).tolist() == [6, 6]
+    finally:
+        del _backends.operators["float"]
+
+
 def up_to(x: Tensor, longest: int = 9) -> Tensor:
     return x * 2
 

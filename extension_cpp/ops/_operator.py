@@ -126,6 +126,8 @@ _HELPERS = {
     "_impls": torch.library._impls,
     "_modules": sys.modules,
     "_loaded": torch.ops.loaded_libraries,
+    # By names that no argument or operator has, as it may be called "len" or "type".
+    **{f"_{builtin.__name__}": builtin for builtin in (type, len, float, int, bool)},
 }
 # Where a plain call of an operator, or one under vmap, passes in the dispatcher, before its kernel and there.
 _PASSED = ("FuncTorchBatched", "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CPU", "CUDA")
@@ -221,7 +223,6 @@ class Operator:
         arguments = self.schema.arguments
         self.names = [argument.name for argument in arguments]
         self.defaults = [argument.default_value if argument.has_default_value() else None for argument in arguments]
-        self.last_default = self.defaults[-1] if arguments[-1].has_default_value() else object()
         self.types = [str(argument.type) for argument in arguments]  # Which takes long.
         self.tensors = [i for i, type_name in enumerate(self.types) if "Tensor" in type_name]
         self.optional = [i for i in self.tensors if "Optional" in self.types[i]]
@@ -229,6 +230,7 @@ class Operator:
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
         self._check_schema()
+        self.last_default = self.defaults[-1] if arguments[-1].has_default_value() else object()
         self._check_declaration()
         self.differentiable = bool(declared.differentiable) and not self.written
         # torch.library._impls has every registration made in Python. Those made here are taken out (`implement`).
@@ -259,6 +261,19 @@ class Operator:
     def _check_schema(self) -> None:
         """Raise for a schema of which something would be derived that is wrong on some path."""
         returned = [str(result.type) for result in self.schema.returns]
+        if not self.tensors:
+            fail(self.name, f"its schema must have a tensor among its arguments, got ({', '.join(self.types)})")
+        if not (self.written or returned):  # As where the mark is left out of what is written.
+            what = "return a tensor, or write into one that it marks, as Tensor(a!)"
+            fail(self.name, f"its schema must {what}, got {self.schema}")
+        for argument in self.schema.arguments:
+            if argument.kwarg_only:  # The dispatcher is called by position.
+                fail(
+                    self.name,
+                    f"{argument.name} must not be keyword-only in its schema, got {self.schema}: leave out the *",
+                )
+            if argument.name.startswith("_"):  # As what the code of the public function calls.
+                fail(self.name, f"{argument.name} must have a name without an underscore in front, got {self.schema}")
         for name, type_name in zip(self.names, self.types):
             if "Tensor" in type_name and type_name not in ("Tensor", "Optional[Tensor]"):
                 want = f"{name} must be a Tensor or a Tensor? in its schema"
@@ -542,13 +557,13 @@ class Operator:
                 tensors.append(name)
                 optional = i in self.optional
                 none = f"{name} is None or " * optional
-                plain.append(f"({none}type({name}) is _Tensor or type({name}) is _Parameter)")
+                plain.append(f"({none}_type({name}) is _Tensor or _type({name}) is _Parameter)")
                 grads.append(f"{name} is not None and " * optional + f"{name}.requires_grad")
                 unwrapped[-1] = f"None if {name} is None else " * optional + f"_unwrap({name})"
             elif type_name in _NUMBERS:  # A tensor in place of a number might need a gradient.
-                plain.append(f"({' or '.join(f'type({name}) is {t}' for t in _NUMBERS[type_name])})")
+                plain.append(f"({' or '.join(f'_type({name}) is _{t}' for t in _NUMBERS[type_name])})")
         # As uses_only_ours has them.
-        users = ["not _is_ours(_impls)", "len(_modules) + (len(_loaded) << 16) != _unchanged[0]"]
+        users = ["not _is_ours(_impls)", "_len(_modules) + (_len(_loaded) << 16) != _unchanged[0]"]
         # torch.set_default_device is a mode that sees what a tensor is asked, which takes it as long as a call.
         others = ["_compiling()", "(_there := _function_modes()) and _function_modes_matter()", *users]
         any_requires_grad = f"(_any_requires_grad({', '.join(tensors)}) if _there else {' or '.join(grads)})"
@@ -732,7 +747,7 @@ class Operator:
         size = "{0}.numel() <= _SMALL[_device >= 0]"
         if len(self.tensors) == 1:
             size = f"({size} or {{0}}.is_cuda and _operator.is_one_of_pytorchs)"
-        return self._tell("is_small", f"{size} and len(_shape) <= 8", "_data_address({0}) != 0")
+        return self._tell("is_small", f"{size} and _len(_shape) <= 8", "_data_address({0}) != 0")
 
     @cached_property
     def is_alike(self) -> Callable[..., bool]:
