@@ -646,6 +646,24 @@ def test_names_that_python_has():
         del _backends.operators["float"]
 
 
+def test_vmap_of_no_samples():
+    def sums(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sum(-1), y.sum(-1)
+
+    register("fault_none_sums(Tensor x, Tensor y) -> (Tensor, Tensor)", sums)
+    signature = "x: ... N; y: ... M as x -> ..., ..."
+    function = operator(name="fault_none_sums", signature=signature, differentiable=False)(sums)
+    x, y = torch.ones(0, 4, 2, 3), torch.ones(5, 2, 6)
+    for got, dims in (
+        (torch.vmap(function, (0, None)), (0, 4)),
+        (torch.vmap(torch.vmap(function, (0, None)), (1, None)), (4, 0)),
+    ):
+        given = y[0].expand(4, 2, 6) if dims[0] == 0 else y[0]
+        assert [t.shape for t in got(x, given)] == [(*dims, 2)] * 2
+    with pytest.raises(RuntimeError, match=r"^fault_none_sums: y must have the dtype of x, float32, got float64$"):
+        torch.vmap(function, (0, None))(x, y.double())
+
+
 def up_to(x: Tensor, longest: int = 9) -> Tensor:
     return x * 2
 

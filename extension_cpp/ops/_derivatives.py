@@ -576,6 +576,9 @@ def _in_one_call(operator: Any, info: Any, in_dims: Sequence[int | None], *args:
         fail(operator.name, "vmap needs results of one size, and its result has one that depends on values")
     if operator.differentiable:
         return None
+    if not info.batch_size:  # The fake kernel knows the shapes of what no sample has computed.
+        one = operator.fake(*_samples(in_dims, args))
+        return _map_results(lambda t: t.new_empty((0, *t.shape)), one), outs[0] if len(outs) == 1 else tuple(outs)
     # The reference may need values, as PyTorch's batching has none; no derivative is lost.
     calls = [
         operator.default(*(arg if dim is None else arg.select(dim, n) for arg, dim in zip(args, in_dims)))
@@ -591,8 +594,12 @@ def shape_of_one(t: Tensor, dim: int | None) -> tuple[int, ...]:
 
 def check_one(operator: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> None:
     """Raise for shapes of the samples that the signature refuses, of a batch of any size."""
-    given = [t.new_empty(shape_of_one(t, dim)) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims)]
-    operator.signature.check(given)
+    operator.signature.check(_samples(in_dims, args))
+
+
+def _samples(in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
+    """Arguments as a sample of a batch has them, of any size, without values."""
+    return [t.new_empty(shape_of_one(t, dim)) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims)]
 
 
 def _check_sample(operator: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> None:
