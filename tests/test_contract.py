@@ -664,6 +664,21 @@ def test_vmap_of_no_samples():
         torch.vmap(function, (0, None))(x, y.double())
 
 
+def test_an_argument_that_is_called_result():
+    def slope(grad: Tensor, result: Tensor) -> Tensor:
+        return grad * (1 - result * result)
+
+    register("fault_none_slope(Tensor grad, Tensor result) -> Tensor", slope)
+    declared = {"name": "fault_none_slope", "signature": "grad: ...; result: ... as grad -> ..."}
+    with pytest.raises(
+        RuntimeError, match=r"^fault_none_slope: backward must name one thing, got result, an argument too"
+    ):
+        operator(**declared, backward=lambda grad, result: (grad, result))(slope)
+    given = [torch.full((2,), value, requires_grad=True) for value in (2.0, 0.5)]
+    got, want = (torch.autograd.grad(f(*given).sum(), given) for f in (operator(**declared)(slope), slope))
+    assert all(map(torch.equal, got, want))
+
+
 def up_to(x: Tensor, longest: int = 9) -> Tensor:
     return x * 2
 

@@ -302,12 +302,7 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
     numbers: dict[str, str] = {}
     takes = []
     for name in wanted:
-        if name == "needs":
-            takes.append("needs")
-        elif name.removeprefix("result").isdigit() or name == "result":
-            takes.append(f"result{name.removeprefix('result') or 0}")
-            saved[takes[-1]] = takes[-1]
-        else:
+        if name in positions:  # Of the reference, whose arguments may have any name.
             takes.append(arguments[positions[name]])
             other = operator.declared.saved_for.get(name)
             if positions[name] not in operator.tensors:
@@ -317,6 +312,11 @@ def make_function(operator: Any, backend: str | None, plain: Callable, base: Any
             else:
                 needed = f" if needs[{positions[other]}] else None" if other else ""
                 saved[takes[-1]] = f"{takes[-1]}{needed}"
+        elif name == "needs":
+            takes.append("needs")
+        else:
+            takes.append(f"result{name.removeprefix('result') or 0}")
+            saved[takes[-1]] = takes[-1]
     # Whose gradient may come in another of the shapes that the signature has. Autograd itself sums to that of an argument.
     patterns = {argument.name: argument.patterns for argument in operator.signature.arguments}
     shaped = [i for i in gradients if len(of := patterns[operator.names[i]]) > 1 or of[0].pack]

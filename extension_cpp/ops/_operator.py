@@ -310,8 +310,11 @@ class Operator:
                     has, gives = (repr(*value) if value else "no default" for value in (want, got))
                     fail(self.name, f"{what} must be that of its schema, {has}, got {gives}")
         results = len(self.schema.returns)
-        known = {*self.names, "needs", "result", *(f"result{i}" for i in range(results))}
+        own = {"needs", "result", *(f"result{i}" for i in range(results))}
+        known = {*self.names, *own}
         taken = self.taken if self.backward else []
+        for name in own.intersection(self.names, taken):
+            fail(self.name, f"backward must name one thing, got {name}, an argument too: call the argument otherwise")
         for what, used in (
             ("backward", taken),
             ("saved_for", [*declared.saved_for, *declared.saved_for.values()]),
