@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -18,6 +19,7 @@ from processes import PACKAGE, python
 
 import extension_cpp
 from extension_cpp.ops import _backends
+from extension_cpp.ops._later import when_imported
 
 
 @pytest.fixture
@@ -54,6 +56,27 @@ def test_operators_are_exported():
         assert getattr(extension_cpp, name) is getattr(extension_cpp.ops, name)
         assert name in extension_cpp.__all__
         assert getattr(extension_cpp, name).__doc__
+
+
+def test_what_waits_for_an_import_runs_when_the_module_is_executed(tmp_path, monkeypatch):
+    """Not when its spec is looked for, nor after an import that fails; a folder of the name is no such module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    (tmp_path / "awaited_folder").mkdir()
+    (tmp_path / "awaited.py").write_text("1 / 0")
+    ran: list[str] = []
+    for name in ("awaited", "awaited_folder", "awaited_and_missing"):
+        when_imported(name, lambda module: ran.append(module.__name__))
+    assert find_spec("awaited") and find_spec("awaited_folder") and not find_spec("awaited_and_missing")
+    with pytest.raises(ZeroDivisionError):
+        import_module("awaited")
+    assert not ran
+    (tmp_path / "awaited.py").write_text("fixed = True")
+    for _ in range(2):
+        find_spec("awaited")
+        import_module("awaited")
+    import_module("awaited_folder")
+    assert ran == ["awaited"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "text", "pipe"])

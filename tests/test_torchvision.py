@@ -392,7 +392,9 @@ with extension_cpp.compat.torchvision.install():
 class TestEnvironment:
     CHECK = "assert extension_cpp.backends()['torchvision::nms']['cpu'] == 'native', extension_cpp.backends()"
 
-    @pytest.mark.parametrize("imports", ["torchvision, extension_cpp", "extension_cpp, torchvision"])
+    LOOKS = "extension_cpp, importlib.util; importlib.util.find_spec('torchvision'); import torchvision"
+
+    @pytest.mark.parametrize("imports", ["torchvision, extension_cpp", "extension_cpp, torchvision", LOOKS])
     def test_on(self, imports):
         done = python(f"import {imports}; {self.CHECK}", EXTENSION_CPP_COMPAT="torchvision")
         assert (done.returncode, done.stderr) == (0, "")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
+from itertools import dropwhile, islice
 from typing import Any
 
 _waiting: dict[str, list[Callable[[Any], Any]]] = {}
@@ -23,17 +23,20 @@ def when_imported(name: str, run: Callable[[Any], Any]) -> None:
 class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of the finders that come next. Libraries look for it to see what is installed: the callbacks wait for the
+        module to be executed."""
         if name not in _waiting:
             return None
-        callbacks = _waiting.pop(name)
-        spec: Any = importlib.util.find_spec(name)  # That of the other finders.
-        if spec is None:
-            return None
+        rest = islice(dropwhile(lambda finder: finder is not _Finder, [*sys.meta_path]), 1, None)
+        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in rest)), None)
+        if spec is None or spec.loader is None:  # A folder of that name has no loader.
+            return spec
         execute = spec.loader.exec_module
 
         def execute_and_run(module: Any) -> None:
             execute(module)
-            for run in callbacks:
+            # By the module's own name: a loader, as that of a zip file, can be that of other modules too.
+            for run in _waiting.pop(module.__spec__.name, ()):
                 run(module)
 
         spec.loader.exec_module = execute_and_run
