@@ -219,15 +219,19 @@ def write_ninja(
         lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
         lines += [] if name.startswith("link") else ["  depfile = $out.d", "  deps = gcc"]
     lines += more
-    compiled = set()  # Both libraries have what csrc/common/ compiles once.
+    objects: dict[str, str] = {}  # By source: both libraries have what csrc/common/ compiles once.
     for library, sources in libraries.items():
-        objects = {f"{prefix}{escaped(Path(source).name)}.o": source for source in sources}
-        for obj, source in objects.items():
-            if obj not in compiled:
-                lines.append(f"build {obj}: {'nvcc' if source.endswith('.cu') else 'cxx'} {escaped(source)}")
-                compiled.add(obj)
-        linker = "nvcc" if any(source.endswith(".cu") for source in objects.values()) else "cxx"
-        lines.append(f"build {prefix}{escaped(library)}: link_{linker} {' '.join(objects)}")
+        for source in sources:
+            if source in objects:
+                continue
+            path = Path(source)
+            # Files of one name, of several folders, have objects in folders of a number.
+            same = sum(Path(other).name == path.name for other in objects)
+            objects[source] = f"{prefix}{f'{same + 1}/' if same else ''}{escaped(path.name)}.o"
+            lines.append(f"build {objects[source]}: {'nvcc' if path.suffix == '.cu' else 'cxx'} {escaped(source)}")
+        linker = "nvcc" if any(source.endswith(".cu") for source in sources) else "cxx"
+        linked = " ".join(dict.fromkeys(objects[source] for source in sources))
+        lines.append(f"build {prefix}{escaped(library)}: link_{linker} {linked}")
     text = "\n".join(lines) + "\n"
     if not file.exists() or file.read_text() != text:
         file.write_text(text)

@@ -107,7 +107,7 @@ def unresolved(library: Path, error: str) -> str:
     match = re.search(r"undefined symbol: (\w+)", error)
     if not match:
         return error
-    objects = library.parent.glob("*.cu.o" if library.stem.endswith("_cuda") else "*.cpp.o")
+    objects = library.parent.rglob("*.cu.o" if library.stem.endswith("_cuda") else "*.cpp.o")
     users = " and ".join(sorted(path.stem for path in objects if match[1].encode() in path.read_bytes()))
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_char_p

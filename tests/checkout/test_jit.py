@@ -1,5 +1,6 @@
 """Compiling just in time: the cache, what is said when it can't be done, and the examples, which run as they are."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -270,6 +271,21 @@ def test_two_processes_at_once(tmp_path):
     said = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0] and all(SCALED in out for out, _ in said), said
     assert sorted(err.count("compiled scale.cpp") for _, err in said) == [0, 1], said
+
+
+@pytest.mark.builds
+def test_sources_of_one_name(tmp_path, monkeypatch):
+    """Of two folders, and of the name of one in csrc/common/: the library has all of them."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", environment(tmp_path)["PATH"])
+    monkeypatch.setenv("DEBUG", QUICK["DEBUG"])
+    sources = [tmp_path / path for path in ("a/op.cpp", "b/op.cpp", "memory.cpp")]
+    for i, source in enumerate(sources):
+        source.parent.mkdir(exist_ok=True)
+        source.write_text(f'extern "C" __attribute__((visibility("default"))) int number_{i}() {{ return {i}; }}\n')
+    jit.load(*sources)
+    (library,) = (tmp_path / "cache").glob("op-*/op.so")
+    assert [ctypes.CDLL(str(library))[f"number_{i}"]() for i in range(len(sources))] == [0, 1, 2]
 
 
 @pytest.mark.builds
