@@ -40,7 +40,8 @@ CPP_WORDS = set(
         decltype default delete do double dynamic_cast else enum explicit export extern float for friend goto if inline
         int long main mutable namespace new noexcept nullptr operator private protected public register requires return
         short signed sizeof static std struct switch template this throw torch try typedef typeid typename union
-        unsigned using virtual void volatile while xor""",
+        unsigned using virtual void volatile while xor
+        alloca errno offsetof stderr stdin stdout""",  # The last are macros of what the headers include.
     )
 )
 MAX_LENGTH = 40  # With more the templates' lines get longer than the linter allows.
@@ -52,7 +53,14 @@ def refuse(name: str, must: str, instead: str = "") -> None:
 
 def unknown(name: str) -> NoReturn:
     there = ", ".join(path.stem for path in sorted(INIT.parent.glob("[!_]*.py")))
-    sys.exit(f"templates.op: NAME must be that of an operator's files, got {name!r}: those are {there}")
+    files = f"{INIT.parent.relative_to(ROOT)}/NAME.py and csrc/NAME.cpp"
+    sys.exit(f"templates.op: NAME must be that of an operator's files, {files}, got {name!r}: those are {there}")
+
+
+def must_exist(name: str) -> None:
+    """Before anything is changed: other files, as tests/test_NAME.py, can be those of what is no operator."""
+    if not (name.isidentifier() and (INIT.parent / f"{name}.py").exists() and (ROOT / "csrc" / f"{name}.cpp").exists()):
+        unknown(name)
 
 
 def find(name: str, *patterns: str) -> list[Path]:
@@ -83,6 +91,18 @@ def render(name: str, kind: str, shape: str) -> dict[Path, str]:
         return {ROOT / path.relative_to(folder): path.read_text() for path in paths}
 
 
+def declared(header: Path) -> set[str]:
+    """What a header of csrc/common/ declares where the operators' namespaces are: C++ has no namespace of the same name."""
+    text = re.sub(
+        r"^namespace \w*::\w+ \{.*?^\}  // namespace \w*::", "", header.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    text = re.sub(r"^(namespace detail \{).*?^\}  // namespace detail", r"\1", text, flags=re.MULTILINE | re.DOTALL)
+    # At the start of a line, as the body of a namespace is not indented: a function up to its parenthesis.
+    names = re.findall(r"^(?:struct|namespace) ([a-z]\w*)|^[^\s#/}][^(=;\n]*\b([a-z]\w*)\(", text, re.MULTILINE)
+    spaces = re.findall(r"^namespace \w+::(\w+)", header.read_text(), re.MULTILINE)
+    return {*spaces, *(name for pair in names for name in pair)}
+
+
 def describe() -> str:
     """What `make op` can write: the choices of each question, a line each; the first is what it writes unless told."""
     lines = [USAGE]
@@ -100,6 +120,8 @@ def check_name(name: str, kind: str, shape: str) -> None:
         refuse(name, f"not be a word of {'Python' if keyword.iskeyword(name) else 'C++'}", f"my_{name}")
     if there := find(name, *SOURCES, *MEASURED, "tests/**/test_{}.py", "extension_cpp/{}"):
         refuse(name, f"not be taken, as by {there[0].relative_to(ROOT)}", f"my_{name}")
+    if header := next((path for path in find(name, "csrc/common/*.*h") if name in declared(path)), None):
+        refuse(name, f"not be taken, as by the C++ of {header.relative_to(ROOT)}", f"my_{name}")
     python = [text for path, text in render("the_name", kind, shape).items() if path.suffix == ".py"]
     python += [path.read_text() for path in (INIT, ROOT / "extension_cpp" / "__init__.py")]
     names = {token.string for text in python for token in generate_tokens(StringIO(text).readline)}
@@ -125,9 +147,8 @@ def add(name: str, kind: str, shape: str) -> list[Path]:
 
 def rename(name: str, to: str) -> list[Path]:
     """Give an operator another name, in its files and theirs: it may have been edited and measured. Returns what it wrote."""
-    sources, measured = ([*find(name, *patterns)] if name.isidentifier() else [] for patterns in (SOURCES, MEASURED))
-    if not sources:
-        unknown(name)
+    must_exist(name)
+    sources, measured = find(name, *SOURCES), find(name, *MEASURED)
     try:
         check_name(to, KINDS[0], SHAPES[0])
     except SystemExit as refused:
@@ -161,9 +182,8 @@ def rename(name: str, to: str) -> list[Path]:
 
 def remove(name: str, force: bool) -> list[Path]:
     """Take out what `add`, the tests and the benchmarks have written. Returns which files that was in."""
-    files = {path: path.read_text() for path in find(name, *SOURCES)} if name.isidentifier() else {}
-    if not files:
-        unknown(name)
+    must_exist(name)
+    files = {path: path.read_text() for path in find(name, *SOURCES)}
     if not force and all(render(name, kind, shape) != files for kind, shape in product(KINDS, SHAPES)):
         refuse(name, "be of files as `make op` writes them, as changes would be lost (FORCE=1 removes them too)")
     measured = find(name, *MEASURED)

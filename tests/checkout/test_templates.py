@@ -58,6 +58,11 @@ NAMES = {
     "grad": "not be taken, as by another name in the code, got 'grad': try NAME=my_grad",
     "double": "not be a word of C++, got 'double': try NAME=my_double",
     "input": "not be taken, as by another name in the code, got 'input': try NAME=my_input",
+    "times": "not be taken, as by the C++ of csrc/common/check.h, got 'times': try NAME=my_times",
+    "empty": "not be taken, as by the C++ of csrc/common/memory.h, got 'empty': try NAME=my_empty",
+    "detail": "not be taken, as by the C++ of csrc/common/cpu_dtypes.h, got 'detail': try NAME=my_detail",
+    "simd": "not be taken, as by the C++ of csrc/common/simd.h, got 'simd': try NAME=my_simd",
+    "errno": "not be a word of C++, got 'errno': try NAME=my_errno",
 }
 """Names that an operator can't have, and why."""
 
@@ -486,9 +491,24 @@ class TestRemove:
         assert contents(checkout.path) == before
 
     def test_no_such_operator(self, checkout):
-        for name in ("absent", "", "*", "../x"):
-            said = checkout.run("templates.op", "remove", name, fails=True)
-            assert f"NAME must be that of an operator's files, got {name!r}: those are " in said
+        """Nor the name of other files, as of tests/test_signature.py, csrc/common/ and the package's modules."""
+        before = contents(checkout.path)
+        names = ("absent", "", "*", "../x", "signature", "common", "facts", "elementwise", "_operator", "module")
+        ask = f"""
+from templates import op
+for name in {names}:
+    for act in (lambda: op.remove(name, True), lambda: op.rename(name, "other")):
+        try:
+            act()
+            print()
+        except SystemExit as error:
+            print(error)
+"""
+        said = checkout.run_code(ask).splitlines()
+        files = f"{NAME}/ops/NAME.py and csrc/NAME.cpp"
+        wanted = [f"templates.op: NAME must be that of an operator's files, {files}, got {name!r}: " for name in names]
+        assert len(said) == 2 * len(wanted) and all(map(str.startswith, said, [w for w in wanted for _ in range(2)]))
+        assert contents(checkout.path) == before
 
     def test_no_trace_is_left(self, checkout):
         """Not of results and pictures either."""
