@@ -38,6 +38,12 @@ BOXED, RECORDED = "PyTorch's, boxed", "PyTorch's, boxed, a node in Python"
 Least = tuple[Any, Function]
 
 
+def dtypes_of(operator: Any) -> tuple[torch.dtype, ...]:
+    """Those of DTYPES that an operator takes, or the first that it takes."""
+    taken = operator.signature.dtypes
+    return tuple(dtype for dtype in DTYPES if dtype in taken) or taken[:1]
+
+
 def sizes(device: str, dtype: torch.dtype) -> tuple[int, ...]:
     """Logarithms of the numbers of elements."""
     if device == "cuda":
@@ -252,7 +258,7 @@ def elementwise_cases(
     moved = tensors + (len(operator.written) or len(operator.signature.results))
 
     def cases(device: str) -> Iterator[Case]:
-        for dtype in DTYPES:
+        for dtype in dtypes_of(operator):
             for log2 in sizes(device, dtype):
                 n = 2**log2
                 yield Case(
@@ -265,7 +271,7 @@ def elementwise_cases(
                     size=f"2^{log2}",
                     x=n,
                     bytes=moved * dtype.itemsize * n,
-                    operations=n,
+                    operations=n if dtype.is_floating_point else 0,  # No limit of integers is measured.
                     short=log2 == 20,
                 )
 
@@ -302,7 +308,7 @@ def row_cases(
     contenders = {OURS: function, "eager": eager, **when_called, **(peers or {})}
 
     def cases(device: str) -> Iterator[Case]:
-        for dtype, (rows, size) in product(DTYPES, ROWS[device]):
+        for dtype, (rows, size) in product(dtypes_of(operator), ROWS[device]):
 
             def inputs(dtype: torch.dtype = dtype, rows: int = rows, size: int = size) -> tuple:
                 return arguments(torch.randn(rows, size, device=device).to(dtype))

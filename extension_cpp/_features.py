@@ -45,7 +45,9 @@ class Feature:
 def no_derivative(op: Any) -> str:
     if op.written:
         return "it writes into an argument, which has no derivative"
-    return "" if op.differentiable else "it is declared with `differentiable=False`"
+    if op.differentiable:
+        return ""
+    return "it takes no floating tensor" if op.declared.differentiable else "it is declared with `differentiable=False`"
 
 
 def no_second_derivative(op: Any) -> str:
@@ -58,7 +60,7 @@ def dynamic(op: Any) -> str:
 
 
 def no_halves(op: Any) -> str:
-    there = {torch.bfloat16, torch.float32} <= {*op.signature.arguments[0].dtypes}
+    there = {torch.bfloat16, torch.float32} <= {*op.signature.dtypes}
     return "" if there else "it doesn't take both bfloat16 and float32"
 
 

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import extension_cpp
 from extension_cpp import use_backend
-from extension_cpp._features import TORCH, one_call_along, proves, vmap
+from extension_cpp._features import TORCH, no_derivative, one_call_along, proves, vmap
 from extension_cpp.ops import _backends, _operator
 from extension_cpp.ops._signature import Signature
 
@@ -140,8 +140,18 @@ class Case:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the first tensor."""
-        return self.operator.signature.arguments[0].dtypes
+        """Of the first tensor that may be floating; if none may, of the first."""
+        return self.operator.signature.dtypes
+
+    @property
+    def usual(self) -> torch.dtype:
+        """For a check of one dtype."""
+        return torch.float32 if torch.float32 in self.dtypes else self.dtypes[0]
+
+    @property
+    def precise(self) -> torch.dtype:
+        """For a check of one dtype that compares derivatives."""
+        return torch.float64 if torch.float64 in self.dtypes else self.usual
 
 
 def others(operator: Any, device: str) -> list[str]:
@@ -247,12 +257,18 @@ def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "channels last", t.clone(memory_format=torch.channels_last)
 
 
+def random(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Of which integers differ: those of an unsigned dtype are what becomes of negative ones."""
+    values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64)
+    return values.to(dtype) if dtype.is_floating_point else (values * 10).to(torch.int64).to(dtype)
+
+
 def elementwise_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
     """A tensor of each kind that an elementwise operator meets: scalar, empty, more than a vector, strided, broadcast."""
     generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+        return random(shape, generator, dtype)
 
     for shape in ((7,), (3, 5), (), (0,), (2, 0, 3), (33, 65), (1030,), (2, 3, 4, 5)):
         yield make(*shape)
@@ -268,7 +284,7 @@ def row_samples(device: str, dtype: torch.dtype) -> Iterator[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+        return random(shape, generator, dtype)
 
     for shape in ((3, 5), (8,), (2, 3, 4), (0, 4), (2, 0), (5, 1), (33, 77), (300, 16), (2, 1032), (3, 5000)):
         yield make(*shape)
@@ -401,11 +417,16 @@ class Contract:
         exact = map_tensors(widened, args)
         expected = run(op, op.reference, exact)
         actual = self.results_of(args)
-        scales = [e.abs() for e in expected] if op.magnitude is None else tensors(op.magnitude(*exact))
+        scales = (
+            [e.abs() if e.is_floating_point() else e for e in expected]
+            if op.magnitude is None
+            else tensors(op.magnitude(*exact))
+        )
         for got, want, scale in zip(actual, expected, scales):
             assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
             if not got.dtype.is_floating_point:
-                assert torch.equal(got.double(), want), f"{got}, expected {want}, on {describe(args)}"
+                # In the dtype of the reference on wider arguments: two whole numbers can be one number of float64.
+                assert torch.equal(got.to(want.dtype), want), f"{got}, expected {want}, on {describe(args)}"
                 continue
             # Of a statistic in float64, that of what it was computed from.
             computed = [t.dtype for t in tensors(args) if t.is_floating_point()]
@@ -470,7 +491,7 @@ class Contract:
         assert samples, f"the Case of {self.op.name} has no samples for {dtype} on {device}: nothing is tested"
         self.check_dtypes(self.op.reference(*map_tensors(clone, samples[0])), samples[0], "the reference returns ")
         for args in samples:
-            if dtype == self.usual or not self.takes_seconds(args, rows=32):
+            if dtype == self.op.usual or not self.takes_seconds(args, rows=32):
                 self.compare_with_reference(args)
 
     def test_layouts(self, device, dtype):
@@ -523,7 +544,7 @@ class Contract:
     def test_nothing_is_kept(self, device):
         """Other values in the same memory have their own results, and those of the call before stay as they are."""
         op = self.op
-        for args in self.op.samples(device, self.usual):
+        for args in self.op.samples(device, self.op.usual):
             given = map_tensors(clone, args)
             returned = tensors(op.function(*given))
             before = [t.clone() for t in returned]
@@ -547,7 +568,7 @@ class Contract:
             torch.set_num_threads(1)
             return [t.clone() for t in found]
 
-        samples = list(op.samples(device, self.usual))
+        samples = list(op.samples(device, self.op.usual))
         if self.is_interpreted(samples[0]):
             pytest.skip("Triton's interpreter runs in one thread")
         threads = torch.get_num_threads()
@@ -593,7 +614,7 @@ class Contract:
             pytest.skip("the dtypes of all arguments are tied to the first one's")
         for argument in free:
             at = operator.signature.positions[argument.name]
-            given = (a for a in self.op.samples(device, self.usual) if at < len(a) and a[at] is not None)
+            given = (a for a in self.op.samples(device, self.op.usual) if at < len(a) and a[at] is not None)
             for args, dtype in product(islice(given, 3), argument.dtypes):
                 if dtype.is_floating_point != args[at].is_floating_point():
                     continue
@@ -614,14 +635,9 @@ class Contract:
 
         self.compare_with_reference(map_tensors(filled, largest))
 
-    @property
-    def usual(self) -> torch.dtype:
-        """For a check of one dtype."""
-        return torch.float32 if torch.float32 in self.op.dtypes else self.op.dtypes[0]
-
     def test_opcheck(self, device):
         """PyTorch's own checks of schema, autograd registration, fake kernel and AOT dispatch."""
-        for args in islice(self.op.samples(device, torch.float32), 2):  # It looks at registrations more than at shapes.
+        for args in islice(self.op.samples(device, self.op.usual), 2):  # It looks at registrations more than at shapes.
             opcheck(self.overload, args)
             if self.op.differentiable:
                 opcheck(self.overload, self.with_gradients(args))
@@ -633,7 +649,7 @@ class Contract:
         mode = of_any_size()
         for args in self.op.samples(device, dtype):
             given = [("of the sample", args)]
-            if dtype == torch.float32:  # Layouts mean the same in every dtype.
+            if dtype == self.op.usual:  # Layouts mean the same in every dtype.
                 given += [
                     (f"{name!r} of argument {i}", (*args[:i], laid_out, *args[i + 1 :]))
                     for i, arg in enumerate(args)
@@ -665,7 +681,7 @@ class Contract:
         op = self.op
         # Up to then AOTAutograd takes no inputs that are fake already.
         backend = "aot_eager" if TORCH >= (2, 14) else "eager"
-        for args in islice(op.samples("cpu", torch.float32), 3):
+        for args in islice(op.samples("cpu", self.op.usual), 3):
             torch._dynamo.reset()
             real = run(op, op.reference, map_tensors(clone, args))
             with of_any_size():
@@ -677,8 +693,8 @@ class Contract:
                 self.compare_fake(real, run(op, compiled, fake), "cuda", f"compiled for {describe(args)}")
 
     def differentiable_samples(self, device: str, dtype: torch.dtype) -> Iterator[Args]:
-        if not self.op.differentiable:
-            pytest.skip(f"{self.op.name} has no derivative")
+        if reason := no_derivative(self.op.operator):
+            pytest.skip(f"{self.op.name} has no derivative: {reason}")
         if not dtype.is_floating_point:
             pytest.skip(f"{dtype} has no derivative")
         for args in self.op.samples(device, dtype):
@@ -692,6 +708,8 @@ class Contract:
     @proves("gradients", "second derivatives")
     def test_gradcheck(self, device):
         """First and second derivatives against finite differences, of all arguments and of each alone."""
+        if torch.float64 not in self.op.dtypes:
+            pytest.skip(f"{self.op.name} takes no float64, which finite differences need")
         small = [
             args
             for args in self.differentiable_samples(device, torch.float64)
@@ -727,7 +745,7 @@ class Contract:
         operator = self.op.operator
         if not self.op.differentiable or operator.backward is None:
             return
-        for args in self.differentiable_samples(device, torch.float64):
+        for args in self.differentiable_samples(device, self.op.precise):
             made = map_tensors(lambda t: t * 1, args)
             results = self.op.function(*made)
             left = {name: weakref.ref(t) for name, t in zip(operator.names, made) if isinstance(t, Tensor)}
@@ -760,7 +778,7 @@ class Contract:
     @proves("gradients")
     def test_sparse_gradients(self, device):
         """The gradient of a result may be sparse, as that of torch.gather: it is taken for a dense one."""
-        for args in itertools.islice(self.differentiable_samples(device, torch.float32), 3):
+        for args in itertools.islice(self.differentiable_samples(device, self.op.usual), 3):
             every = zip(gradients(self.op.function, args, sparse=True), gradients(self.op.function, args))
             for got, want in every:
                 got = got.to_dense() if got.is_sparse else got
@@ -809,7 +827,7 @@ class Contract:
         """The results and gradients of the first samples; returns all that have elements."""
         op = self.op
         torch._dynamo.reset()
-        samples = [args for args in op.samples(device, torch.float32) if any(t.numel() > 1 for t in tensors(args))]
+        samples = [args for args in op.samples(device, self.op.usual) if any(t.numel() > 1 for t in tensors(args))]
         for args in samples[:count]:
             expected = run(op, op.function, map_tensors(clone, args))
             actual = run(op, compiled, map_tensors(clone, args))
@@ -855,7 +873,7 @@ class Contract:
             return
         from torch._inductor.utils import run_and_get_code
 
-        dtypes = [torch.float32, torch.float64, torch.bfloat16]
+        dtypes = [dtype for dtype in (torch.float32, torch.float64, torch.bfloat16) if dtype in op.dtypes]
         every = [[a for a in op.samples(device, t) if all(x.numel() < 2000 for x in tensors(a))] for t in dtypes]
         groups = [max(args, key=lambda a: tensors(a)[0].numel()) for args in every]
         torch._dynamo.reset()
@@ -882,7 +900,7 @@ class Contract:
         def using(make: Callable) -> Callable:
             return lambda n, *args: op.function(*(make(n, *args) if i in floats else a for i, a in enumerate(args)))
 
-        args = next(a for a in op.samples(device, torch.float32) if all(t.numel() > 1 for t in tensors(a)))
+        args = next(a for a in op.samples(device, self.op.usual) if all(t.numel() > 1 for t in tensors(a)))
         ways = {
             "the same": (using(lambda n, *_: n), lambda k: 0.3 + k / 7),
             "an item": (using(lambda n, *_: n.item()), lambda k: torch.tensor(0.3 + k / 7)),
@@ -927,7 +945,7 @@ class Contract:
     def test_wrong_arguments(self, device):
         """Of each sample's arguments one is made wrong: the kernel, the fake kernel and torch.ops say the same of it."""
         op = self.op
-        for args in islice(op.samples(device, torch.float32), 6):
+        for args in islice(op.samples(device, self.op.usual), 6):
             for name, wrong in wrong_arguments(op.operator.signature, args):
                 message = self.refuses(op.function, wrong)
                 assert re.match(rf"{op.name}: (.* and )?{name}\b.* must (have|be) .*, got ", message), message
@@ -952,7 +970,7 @@ class Contract:
     def test_non_tensors(self, device):
         """A number, a string or None in place of a tensor: an error that names the operator and the argument."""
         op = self.op
-        args = next(iter(op.samples(device, torch.float32)))
+        args = next(iter(op.samples(device, self.op.usual)))
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 for wrong in (1, "text", None, [1.0]):
@@ -963,9 +981,10 @@ class Contract:
 
     # Transforms and modes, on small samples of one dtype: they depend on what is registered, not on the kernels' paths.
 
-    def small_samples(self, device: str, dtype: torch.dtype = torch.float64) -> list[Args]:
+    def small_samples(self, device: str, dtype: torch.dtype | None = None) -> list[Args]:
         """Without broadcast dimensions, for which PyTorch can't make a dual tensor."""
-        small = (args for args in self.op.samples(device, dtype) if sum(t.numel() for t in tensors(args)) <= 100)
+        every = self.op.samples(device, dtype or self.op.precise)
+        small = (args for args in every if sum(t.numel() for t in tensors(args)) <= 100)
         return [
             map_tensors(lambda t: t if once(t).shape == t.shape else t.contiguous(), args) for args in islice(small, 8)
         ]
@@ -1152,7 +1171,7 @@ class Contract:
         those of the matrix products and convolutions that the reference is made of."""
         op = self.op
         declared, packet = op.operator.declared.flops, op.operator.packet
-        for args in self.small_samples(device, torch.float32):
+        for args in self.small_samples(device, self.op.usual):
             counters = [FlopCounterMode(display=False) for _ in range(3)]
             for counter, function in zip(counters, (op.operator.reference, *self.entries())):
                 with counter:
@@ -1173,7 +1192,7 @@ class Contract:
     def test_profile(self, device):
         """A call is an event of the operator's name; what is not native has one more, with that of the backend."""
         op = self.op
-        args = next(iter(op.samples(device, torch.float32)))
+        args = next(iter(op.samples(device, self.op.usual)))
         backend = self.backend or _backends.used(op.operator, device)
         name = op.operator.qualified
         suffixes = [f".{backend}"] * (backend != "native")
@@ -1188,7 +1207,7 @@ class Contract:
     def test_deterministic(self, device):
         """Allowed where only deterministic operators are, gradients too, and memory is not read before it is written."""
         op = self.op
-        for args in self.small_samples(device, torch.float32):
+        for args in self.small_samples(device, self.op.usual):
             leaves = self.with_gradients(args) if op.differentiable else args
             for function in self.entries():
                 torch.use_deterministic_algorithms(True)  # And new memory is filled with NaN.
@@ -1205,7 +1224,7 @@ class Contract:
     def test_compliant(self, device):
         """Tagged as what torch.compile can trace, for who allows nothing else."""
         op = self.op
-        args = next(iter(op.samples(device, torch.float32)))
+        args = next(iter(op.samples(device, self.op.usual)))
         torch._dynamo.reset()
         settings = {"only_allow_pt2_compliant_ops": True, "capture_dynamic_output_shape_ops": True}
         with torch._dynamo.config.patch(**settings):
@@ -1219,7 +1238,7 @@ class Contract:
         """An elementwise operator of one or two tensors takes jagged nested tensors, and gives their gradients."""
         op = self.op
         offsets = torch.tensor([0, 1, 3], device=device)
-        samples = [a for a in op.samples(device, torch.float32) if all(t.shape[:1] == (3,) for t in tensors(a))]
+        samples = [a for a in op.samples(device, self.op.usual) if all(t.shape[:1] == (3,) for t in tensors(a))]
 
         def nested(function: Callable) -> Callable:
             def call(*args: Any) -> Any:
@@ -1239,7 +1258,7 @@ class Contract:
     def test_user_kernels(self, device):
         """What a user registers in Python is what the public function and torch.ops call, until its library is gone."""
         op, key = self.op, device.upper()
-        args = next(iter(op.samples(device, torch.float32)))
+        args = next(iter(op.samples(device, self.op.usual)))
         for way in self.ways_to_a_kernel(args) if self.backend is None else ():
             seen = []
 
@@ -1301,7 +1320,7 @@ class Contract:
     def test_user_kernels_in_cpp(self, device):
         """What a library of C++ registers is called too, by both. torch.library knows nothing of it."""
         op, key = self.op, device.upper()
-        args, seen = next(iter(op.samples(device, torch.float32))), []
+        args, seen = next(iter(op.samples(device, self.op.usual))), []
 
         def kernel(*passed: Any) -> Any:
             seen.append(key)
@@ -1401,7 +1420,7 @@ class Contract:
         op = self.op
         if not op.writes:
             return
-        args = next(args for args in op.samples(device, torch.float32) if all(t.numel() for t in tensors(args)))
+        args = next(args for args in op.samples(device, self.op.usual) if all(t.numel() for t in tensors(args)))
         compiled = torch.compile(op.function, backend="eager")
         want = run(op, op.function, map_tensors(clone, args))
         for i, function in product(op.writes, [*self.every_entry(), compiled]):
@@ -1463,7 +1482,7 @@ class Contract:
         op, low = self.op, torch.bfloat16
         if self.backend:
             return
-        args = next(iter(op.samples(device, torch.float32)))
+        args = next(iter(op.samples(device, self.op.usual)))
         if any(t.dtype == torch.float64 for t in tensors(args)):
             return  # It takes no other dtype there.
         want = run(op, op.function, in_dtype(args, low))
@@ -1482,7 +1501,7 @@ class Contract:
         """As the same call of arguments that are cast by the declared policy; gradients in the dtype of each leaf."""
         op = self.op
         policy, low = op.operator.declared.autocast, torch.bfloat16
-        for args in self.small_samples(device, torch.float32)[:4]:
+        for args in self.small_samples(device, self.op.usual)[:4]:
             # Not what is float64 in every call.
             floating = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.dtype == torch.float32]
             mixed = [{i: low for i in floating[:1]}, {i: low for i in floating[1:]}]
@@ -1556,7 +1575,7 @@ class Contract:
     def cuda_samples(self) -> Iterator[Args]:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
-        yield from self.op.samples("cuda", torch.float32)
+        yield from self.op.samples("cuda", self.op.usual)
 
     def test_side_stream(self):
         """Ordered with the work around it on the stream that is current, not on the default one."""

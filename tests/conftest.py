@@ -92,9 +92,8 @@ def is_of_a_kernel(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if not BY_DEFAULT or (params.get("device"), params.get("chosen")) != ("cpu", "triton"):
         return True
-    dtypes = item.cls.op.dtypes
-    usual = torch.float32 if torch.float32 in dtypes else dtypes[0]
-    others = item.name.startswith(("test_layouts", "test_gradients_of_reference")) and params["dtype"] == usual
+    others = item.name.startswith(("test_layouts", "test_gradients_of_reference"))
+    others = others and params["dtype"] == item.cls.op.usual
     return item.name.startswith("test_parity") or others
 
 

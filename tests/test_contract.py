@@ -5,6 +5,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from itertools import product
 from pathlib import Path
 
@@ -712,6 +713,47 @@ def test_a_list_that_is_changed_before_the_backward(backward):
         y = call(x, by)
         by[0] = 100.0
         assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 2]
+
+
+def checked(name: str, kernel) -> dict:
+    """A kernel that refuses what the signature does, as those in C++ do."""
+
+    def check_and_run(*args):
+        _backends.operators[name].signature.check(args)
+        return kernel(*args)
+
+    return {"name": name, "kernel": check_and_run}
+
+
+OF_ONE_DTYPE = {
+    "int64": define(**checked("fault_none_int64", double), differentiable=True, signature="x: ... of int64 -> ..."),
+    "float32": define(
+        **checked("fault_none_float32", multiply),
+        number=True,
+        backward=lambda grad, times: grad * times,
+        signature="x: ... of float32 -> ...",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("check", sorted(name for name in vars(Contract) if name.startswith("test_")))
+@pytest.mark.parametrize("of", OF_ONE_DTYPE)
+def test_an_operator_of_one_dtype_passes(of, check, device):
+    """Checks take the dtypes of its signature; what takes no floating tensor has no derivative."""
+    contract = OF_ONE_DTYPE[of]
+    assert contract.op.differentiable == contract.op.dtypes[0].is_floating_point
+    method = getattr(contract, check)
+    given = {"device": device, "dtype": contract.op.dtypes[0]}
+    with suppress(pytest.skip.Exception):
+        method(**{name: given[name] for name in signature(method).parameters if name in given})
+
+
+def test_finite_differences_need_float64():
+    with pytest.raises(pytest.skip.Exception, match="fault_none_float32 takes no float64, which finite differences"):
+        OF_ONE_DTYPE["float32"].test_gradcheck("cpu")
+    with pytest.raises(pytest.skip.Exception, match="it takes no floating tensor"):
+        OF_ONE_DTYPE["int64"].test_gradcheck("cpu")
 
 
 def annotated(x: "Tensor", times: "int") -> "Tensor":

@@ -99,7 +99,8 @@ def sample_of(name: str, device: str, requires_grad: bool = False) -> tuple[Any,
     info = info_of(name)
     if requires_grad and not info.supports_autograd:
         pytest.skip(f"{name} has no derivative")
-    samples = info.sample_inputs(device, torch.float64, requires_grad=requires_grad)
+    dtype = CONTRACTS[name].op.precise if name in CONTRACTS else torch.float64
+    samples = info.sample_inputs(device, dtype, requires_grad=requires_grad)
     return info, Contract().smallest([(sample.input, *sample.args) for sample in samples], 2)
 
 

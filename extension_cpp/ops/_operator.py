@@ -151,8 +151,9 @@ class operator:
     saved_for: dict[str, str] = field(default_factory=dict)
     """Argument to the argument whose gradient needs it: it is None where that one needs none."""
     differentiable: bool | str = True
-    """False for an operator whose results have no derivative; "once" if its gradients have none: then asking for a second
-    derivative raises an error, where a formula that can't be differentiated would give a wrong one."""
+    """False for an operator whose results have no derivative, as where its signature takes no floating tensor; "once" if its
+    gradients have none: then asking for a second derivative raises an error, where a formula that can't be differentiated
+    would give a wrong one."""
     independent: str = ""
     """Dimensions along which the results are computed independently, "B" or "M N": vmap makes one call, and DTensor shards
     along them."""
@@ -232,7 +233,7 @@ class Operator:
         self._check_schema()
         self.last_default = self.defaults[-1] if arguments[-1].has_default_value() else object()
         self._check_declaration()
-        self.differentiable = bool(declared.differentiable) and not self.written
+        self.differentiable = bool(declared.differentiable) and not self.written and self._takes_floating()
         # torch.library._impls has every registration made in Python. Those made here are taken out (`implement`).
         passed = frozenset(f"{self.namespace}/{self.name}/{key}" for key in _PASSED)
         torch.library._impls.difference_update(passed)
@@ -378,14 +379,23 @@ class Operator:
     def _read_signature(self) -> Signature:
         from extension_cpp.ops._signature import Signature
 
+        if line := self._line():
+            return Signature.read(line, self.schema)
+        fail(self.name, f"no signature of {self.qualified} in {', '.join(_all_libraries()) or 'any library'}")
+
+    def _line(self) -> str:
+        """The signature as it is written, if there is one."""
         if self.declared.signature:
-            return Signature.read(self.declared.signature, self.schema)
-        # This package's, which are Python modules too, and those of extension_cpp.jit and torch.ops.load_library.
-        libraries = dict.fromkeys(map(str, [*_loader.libraries.values(), *torch.ops.loaded_libraries]))
-        for library in libraries:
-            if line := signature_in(library)(self.qualified.encode()):
-                return Signature.read(line.decode(), self.schema)
-        fail(self.name, f"no signature of {self.qualified} in {', '.join(libraries) or 'any library'}")
+            return self.declared.signature
+        return next(
+            (line.decode() for at in _all_libraries() if (line := signature_in(at)(self.qualified.encode()))), ""
+        )
+
+    def _takes_floating(self) -> bool:
+        """Whether a tensor of the signature may be floating. By its words, as to read it at import takes long."""
+        arguments = self._line().partition("->")[0].split(";")
+        dtypes = [re.search(r" of ([\w|]+)", part) for part in arguments if " as " not in part]
+        return not dtypes or any(found is None or "float" in found[1] or "real" in found[1] for found in dtypes)
 
     def _mark_caches(self) -> None:
         """Let torch.compile take no graph from its cache on disk that has another derivative, or another formula fused.
@@ -1194,6 +1204,11 @@ class _Tags(Sequence):
 
     def __getitem__(self, index: Any) -> Any:
         return (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)[: len(self)][index]
+
+
+def _all_libraries() -> list[str]:
+    """This package's, which are Python modules too, and those of extension_cpp.jit and torch.ops.load_library."""
+    return [*dict.fromkeys(map(str, [*_loader.libraries.values(), *torch.ops.loaded_libraries]))]
 
 
 @cache

@@ -219,6 +219,12 @@ class Signature:
             fail(self.op, f"its signature must have {wanted}, got {len(self.results)}")
 
     @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those that a call can be in: of the first tensor that may be floating, or of the first."""
+        free = [argument.dtypes for argument in self.arguments if not argument.like]
+        return next((dtypes for dtypes in free if {*dtypes} & {*FLOATING}), self.arguments[0].dtypes)
+
+    @cached_property
     def broadcasts(self) -> bool:
         """Whether arguments that are "..." may differ in shape."""
         patterns = [p for a in self.arguments for p in a.patterns] + [r.pattern for r in self.results]
@@ -368,7 +374,7 @@ class Signature:
     def _check_overlap(self, op: str, given: dict[str, Tensor]) -> None:
         """Only of tensors that repeat an element: the kernels find the rest, exactly."""
         for argument in self.arguments:
-            t = given[argument.name] if argument.written else None
+            t = given.get(argument.name) if argument.written else None
             if t is None or is_symbolic(t) or 0 in t.shape:
                 continue
             if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride())):

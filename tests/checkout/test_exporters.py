@@ -18,7 +18,7 @@ sys.path.append(str(TESTS))
 def test_onnx(tmp_path):
     """The results of the references, of all operators in one program."""
     cases = [contract.op for contract in contracts(TESTS)]
-    samples = [contract.smallest(contract.small_samples("cpu", torch.float32), 2) for contract in contracts(TESTS)]
+    samples = [contract.smallest(contract.small_samples("cpu", contract.op.usual), 2) for contract in contracts(TESTS)]
 
     class Model(torch.nn.Module):
         def forward(self, samples: list) -> list[list[torch.Tensor]]:
