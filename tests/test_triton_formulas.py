@@ -1,4 +1,4 @@
-"""Formulas of rows and of recurrences in Triton: what `make op` doesn't write, and what they refuse."""
+"""Formulas in Triton: what `make op` doesn't write, and what they refuse."""
 
 import sys
 
@@ -7,6 +7,7 @@ import torch
 
 from extension_cpp.ops import _backends
 from extension_cpp.ops._operator import operator
+from extension_cpp.ops._signature import INTEGER
 from extension_cpp.testing import FLOATING
 
 pytest.importorskip("triton")
@@ -152,6 +153,38 @@ def test_two_selections(shape):
 @triton.jit
 def _one(x, y):
     return x + y
+
+
+@triton.jit
+def _two_of_integers(x, y, least, n):
+    return x + 1 + n, (x - y) * least
+
+
+@triton.jit
+def _equal(x, y, n):
+    return x == y + n, y
+
+
+@pytest.mark.parametrize("dtype", INTEGER, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_integers_are_computed_in_their_type(dtype):
+    """As in C++: float32 has not all of more than 24 bits, and float64 not all of more than 53."""
+    most = torch.iinfo(dtype).max
+    n = 2**60 + 1 if dtype == torch.int64 else 3
+    x = torch.tensor([0, 5, most // 2, most - 4 - n, 2**24 if most > 2**24 else 7], device=DEVICE, dtype=dtype)
+    y = x - 1
+    formula = elementwise(_two_of_integers)
+    formula.prepare(
+        declare(
+            "Tensor x, Tensor y, float least, int n", "(Tensor, Tensor)", "x: ... of integer; y: ... as x -> ..., ..."
+        )
+    )
+    for got, want in zip(formula(x, y, 2.0, n), (x + 1 + n, (x - y) * 2), strict=True):
+        assert torch.equal(got, want), f"{got}, not {want}"
+    chosen = selection(_equal)
+    chosen.prepare(declare("Tensor x, Tensor y, int n", "Tensor", "x: ... of integer; y: ... as x -> ?"))
+    other = y.clone()
+    other[3] += 1
+    assert torch.equal(chosen(x, other, 1), torch.cat([y[:3], y[4:]]))
 
 
 def test_what_is_refused():

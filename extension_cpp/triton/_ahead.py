@@ -310,7 +310,9 @@ def operator_lines(number: int, ahead: Ahead, kernels: dict[tuple[Job, ...], str
     yield f"  const Call<{len(tensors)}> call(op{number}, {{{', '.join(tensors)}}}, {{{sizes}}});"
     lacking = ""
     for formula, kernel in enumerate(ahead.kernels):
-        numbers = ", ".join(f"static_cast<double>({arguments[i].name})" for i in kernel.numbers_at)
+        # What is read as an int64 has its bits.
+        read = {"number": "static_cast<double>({})", "whole": "std::bit_cast<double>(static_cast<int64_t>({}))"}
+        numbers = ", ".join(read[how].format(arguments[i].name) for i, how in kernel.numbers_at.items())
         if host := getattr(kernel, "host", ""):
             yield f"  return {host}(call, rows{number}_{formula}, std::array<double, {len(kernel.numbers_at)}>{{{numbers}}});"
             continue

@@ -5,8 +5,8 @@
     def my_op(input, scalar_arg):
         return input * scalar_arg
 
-It has the operator's name, and the formula takes arguments of its schema, by their names: tensors in float32, or float64 for
-float64, and numbers in the same. Several results are a tuple.
+It has the operator's name, and the formula takes arguments of its schema, by their names: tensors in float32, or those of
+float64 and of integers in their own type as in C++, and numbers in that of the first tensor. Several results are a tuple.
 
 The kernel that is made of it is one loop over the result, in the order in which that lies in memory, with up to three
 dimensions once those that lie behind one another in every operand are merged. Operands that need more are copied first.
@@ -90,17 +90,20 @@ def patch_once_a_launch() -> None:
 class Kernel:
     """The kernel of a formula, and what was chosen for it."""
 
-    def __init__(self, formula: Any, tensors: list[str], numbers: list[str], results: int) -> None:
+    def __init__(
+        self, formula: Any, tensors: list[str], numbers: list[str], results: int, read: Sequence[str] = ()
+    ) -> None:
+        """`read`: how each number is read from its halves (:func:`reader`)."""
         self.results = results
         name = formula.fn.__name__
         self.inputs_at: list[int] = []
-        self.numbers_at: list[int] = []
+        self.numbers_at: dict[int, str] = {}  # To how each is read.
         halves = [f"{number}_{half}" for number in numbers for half in ("high", "low")]
         parameters = [f"out{i}" for i in range(results)] + tensors + halves + ["n30", "rest", "size0", "size1"]
         parameters += [f"{tensor}_stride{d}" for tensor in tensors for d in range(MAX_DIMS)]
         constants = [f"{constant}: tl.constexpr" for constant in ("DIMS", "MANY", "WIDE", "BLOCK")]
-        given = {tensor: f"widen({tensor}_value)" for tensor in tensors}
-        given |= {number: f"number({number}_high, {number}_low).to(wide.dtype)" for number in numbers}
+        given = {tensor: f"widen_floating({tensor}_value)" for tensor in tensors}
+        given |= {name: f"{how}({name}_high, {name}_low).to(wide.dtype)" for name, how in zip(numbers, read)}
         values = [f"value{i}" for i in range(results)]
 
         def body(inside: str) -> list[str]:
@@ -110,10 +113,10 @@ class Kernel:
                 strides = ", ".join(f"{tensor}_stride{d}" for d in range(MAX_DIMS))
                 place = f"{tensor} + offsets(at, size0, size1, {strides}, DIMS)"
                 lines.append(f"{tensor}_value = tl.load({place}{inside})")
-            lines.append(f"wide = widen({tensors[0]}_value)")
+            lines.append(f"wide = widen_floating({tensors[0]}_value)")
             lines.append(f"{', '.join(values)} = {name}({', '.join(given[a] for a in formula.arg_names)})")
             return lines + [
-                f"tl.store(out{i} + at, {value}.to({tensors[0]}_value.dtype){inside})" for i, value in enumerate(values)
+                f"tl.store(out{i} + at, {value}.to(out{i}.dtype.element_ty){inside})" for i, value in enumerate(values)
             ]
 
         lines = [
@@ -211,6 +214,15 @@ def widen(x):
 
 
 @triton.jit
+def widen_floating(x):
+    """The same for what is floating; an integer stays in its type, as float32 has no number for many of int32 and int64."""
+    if x.dtype.is_int():
+        return x
+    else:
+        return widen(x)
+
+
+@triton.jit
 def whole(high, low):
     """The int64 of its halves, as :func:`halves` makes them."""
     return (tl.full((), high, tl.int64) << 32) | (tl.full((), low, tl.int64) & 0xFFFFFFFF)
@@ -236,8 +248,14 @@ def halves(bits: int) -> tuple[int, int]:
     return bits >> 32, low - (low >> 31 << 32)
 
 
-def bits_of(value: float) -> tuple[int, int]:
-    return halves(struct.unpack("<q", struct.pack("<d", value))[0])
+def reader(kind: str) -> str:
+    """The function of kernels that reads a number of this type of a schema: an int as a float64 could be another."""
+    return "whole" if kind in ("int", "bool") else "number"
+
+
+def bits_of(value: float, read: str) -> tuple[int, int]:
+    """The halves of a number for what reads it."""
+    return halves(int(value) if read == "whole" else struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def fold(out: Tensor, inputs: Sequence[Tensor]) -> list[tuple[int, list[int]]]:
@@ -274,8 +292,12 @@ class elementwise:
                     _backends.fail(operator.name, f"{wanted}; got {name}")
             tensors = [name for name in formula.arg_names if at[name] in operator.tensors]
             numbers = [name for name in formula.arg_names if name not in tensors]
-            kernel = Kernel(formula, tensors, numbers, len(operator.schema.returns) or 1)
-            kernel.inputs_at, kernel.numbers_at = [at[name] for name in tensors], [at[name] for name in numbers]
+            read = [reader(operator.types[at[name]]) for name in numbers]
+            kernel = Kernel(formula, tensors, numbers, len(operator.schema.returns) or 1, read)
+            kernel.inputs_at, kernel.numbers_at = (
+                [at[name] for name in tensors],
+                {at[n]: r for n, r in zip(numbers, read)},
+            )
             kernels.append(kernel)
         self.kernels = kernels
 
@@ -301,7 +323,7 @@ class elementwise:
                 break
         else:
             return operator.fake(*args)  # Which says what is missing.
-        numbers = [half for i in kernel.numbers_at for half in bits_of(args[i])]
+        numbers = [half for i, read in kernel.numbers_at.items() for half in bits_of(args[i], read)]
         written = operator.written
         if kernel.results == 1 and not written and (out := plain(*inputs)) is not None:
             return launch_plain(kernel, out, inputs, *numbers)

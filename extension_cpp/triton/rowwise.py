@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from extension_cpp.ops import _backends, _signature
-from extension_cpp.triton.elementwise import bits_of, make, pointer
+from extension_cpp.triton.elementwise import bits_of, make, pointer, reader
 
 MOST_SUMS = 3 if _backends.interpreted else 1024
 """Programs that each add up some of the rows. In the interpreter every kernel has so few, as what precedes the rows takes
@@ -44,6 +44,9 @@ class Formula:
     sums: list[bool]
     """Of the results: whether the kernel writes a part of a sum for each of its programs."""
 
+    wide = "widen"
+    """The function of kernels that says in which type the computation is."""
+
     def __init__(self, formula: Any) -> None:
         self.formula = formula
 
@@ -58,7 +61,8 @@ class Formula:
             )
         self.tensors = [argument.name for argument in signature.arguments]
         self.numbers = [name for name in operator.names if name not in self.tensors]
-        self.numbers_at = [operator.names.index(name) for name in self.numbers]
+        at = map(operator.names.index, self.numbers)
+        self.numbers_at = {i: reader(operator.types[i]) for i in at}  # To how each is read.
         self.outs = [f"out{i}_" for i in range(len(signature.results))]
         self.halves = [f"{number}_{half}_" for number in self.numbers for half in ("high", "low")]
 
@@ -74,8 +78,9 @@ class Formula:
 
     def make(self, first: str, parameters: list[str], body: list[str], *constants: str) -> None:
         """Make the kernel, whose computation is in the type for the tensor `first`."""
-        before = [f"wide_ = widen(tl.full((), 0, {first}.dtype.element_ty))"]
-        before += [f"{name}_value_ = number({name}_high_, {name}_low_).to(wide_.dtype)" for name in self.numbers]
+        before = [f"wide_ = {self.wide}(tl.full((), 0, {first}.dtype.element_ty))"]
+        reads = zip(self.numbers, self.numbers_at.values())
+        before += [f"{name}_value_ = {read}({name}_high_, {name}_low_).to(wide_.dtype)" for name, read in reads]
         self.parameters = [*self.outs, *self.tensors, *self.halves, *parameters]
         unspecialized = [*self.halves, "rows_", "elements_", "of_program_"]
         constants = tuple(f"{name}: tl.constexpr" for name in (*constants, "BLOCK"))
@@ -89,7 +94,7 @@ class Formula:
         return f"{name}_value_ = tl.load({place})" + ("" if is_index else ".to(wide_.dtype)")
 
     def halves_of(self, args: tuple) -> list[int]:
-        return [half for i in self.numbers_at for half in bits_of(args[i])]
+        return [half for i, read in self.numbers_at.items() for half in bits_of(args[i], read)]
 
     # Ahead of time.
 

@@ -27,6 +27,12 @@ MOST = 4 if _backends.interpreted else 1024  # programs
 class selection(Formula):
     """What <op>.triton runs: the kernel of a formula of an element."""
 
+    wide = "widen_floating"
+
+    def load(self, name: str, place: str) -> str:
+        """A line that loads an argument in the type that it is computed in, as an elementwise formula has it."""
+        return f"{name}_value_ = {self.wide}(tl.load({place}))"
+
     def prepare(self, operator: Any) -> None:
         """Make the kernel, for the operator that was declared."""
         self.read(operator)
