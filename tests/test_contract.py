@@ -597,6 +597,9 @@ def test_what_is_written_may_be_left_out():
             assert call(*given) is None
             with torch.autocast("cpu"):
                 assert call(*given) is None
+    with extension_cpp.use_backend("reference"):
+        assert function(x) is function(x, None) is None
+    assert function(x.to("meta")) is torch.compile(function, backend="aot_eager", fullgraph=True)(x, None) is None
     for n, call in enumerate((function, function, torch.ops.extension_cpp.fault_none_count), 1):
         call(x, calls)
         assert calls.tolist() == [n] * 3 and calls._version == n
