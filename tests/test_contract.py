@@ -759,6 +759,14 @@ def test_finite_differences_need_float64():
         OF_ONE_DTYPE["int64"].test_gradcheck("cpu")
 
 
+@pytest.mark.parametrize("dtypes", ["int64|float32", "int64 | float32", "real"])
+def test_what_may_be_floating_has_a_derivative(dtypes):
+    name = f"fault_none_either_{re.sub(r'[ |]+', '_', dtypes)}_{len(dtypes)}"
+    register(f"{name}(Tensor x) -> Tensor", double)
+    function = operator(name=name, signature=f"x: ... of {dtypes} -> ...")(double)
+    assert function(torch.ones(2, requires_grad=True)).requires_grad
+
+
 def annotated(x: "Tensor", times: "int") -> "Tensor":
     return multiply(x, times)
 

@@ -394,7 +394,7 @@ class Operator:
     def _takes_floating(self) -> bool:
         """Whether a tensor of the signature may be floating. By its words, as to read it at import takes long."""
         arguments = self._line().partition("->")[0].split(";")
-        dtypes = [re.search(r" of ([\w|]+)", part) for part in arguments if " as " not in part]
+        dtypes = [re.search(r" of (\w+( *\| *\w+)*)", part) for part in arguments if " as " not in part]
         return not dtypes or any(found is None or "float" in found[1] or "real" in found[1] for found in dtypes)
 
     def _mark_caches(self) -> None:
