@@ -65,7 +65,9 @@ Tensor convolved_recurrence(
   const Call<3> call(op, {&x, &kernel, &hidden});
   const auto& [view_x, view_kernel, view_hidden] = call.views;
   const convolved::Sizes sizes{call["B"], call["T"], call["H"], call["K"]};
+  call.check_dtypes();
   const Tensor y = call.empty();
+  call.check_result(0, y, view_x.dtype);
   if (sizes.batch != 0) convolved::forward(op.name(), f, sizes, view_x, view_kernel, view_hidden, y);
   return y;
 }
@@ -77,7 +79,11 @@ std::tuple<Tensor, Tensor, Tensor> convolved_recurrence_backward(
   const Call<3> call(op, {&grad, &y, &kernel}, {{"kernel_grad", kernel_grad}});
   const auto& [view_grad, view_y, view_kernel] = call.views;
   const convolved::Sizes sizes{call["B"], call["S"] - 1, call["H"], call["K"]};
+  call.check_dtypes();
   const Tensor grad_x = call.empty(0), grad_kernel = call.empty(1), grad_hidden = call.empty(2);
+  for (size_t k = 0; const Tensor* grad : {&grad_x, &grad_kernel, &grad_hidden}) {
+    call.check_result(k++, *grad, view_grad.dtype);
+  }
   convolved::backward(
       op.name(), f, sizes, view_grad, view_y, view_kernel, grad_x, kernel_grad ? &grad_kernel : nullptr, grad_hidden);
   return {grad_x, grad_kernel, grad_hidden};

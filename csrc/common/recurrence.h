@@ -155,7 +155,10 @@ auto run_recurrence(const Operator& op, const Cell& cell, const Tensors&... tens
   call.check_dtypes();
   const auto results = allocate_results<kOut>(call);
   Sequences<Cell> p(call, kBefore);
-  for (int k = 0; k < kOut; ++k) p.results[kBackward ? p.place(k) : k] = results[k].mutable_data_ptr();
+  for (int k = 0; k < kOut; ++k) {
+    call.check_result(k, results[k], call.views[0].dtype);
+    p.results[kBackward ? p.place(k) : k] = results[k].mutable_data_ptr();
+  }
   dispatch(Floating(), op.name(), call.views[0].dtype, [&]<class T>(T) {
     run_steps<kBackward, T>(op.name(), call.views[0], cell, p);
   });

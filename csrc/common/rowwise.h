@@ -371,10 +371,14 @@ auto rowwise(const Operator& op, const Formula& formula, const Tensors&... tenso
   const auto results = detail::allocate_results<kOut>(call, Shape::kRowsOut > 0);
   detail::check_roles<Formula>(op.name(), call.views, results);
   const detail::RowArguments<Formula> arguments(op.name(), {&tensors...}, call.views);
-  void* data[kOut];
-  for (size_t k = 0; k < kOut; ++k) data[k] = results[k].mutable_data_ptr();
   // The dtype is that of the first argument that has elements.
   const View& first = call.views[Shape::kElementsAt[0]];
+  void* data[kOut];
+  for (size_t k = 0; k < kOut; ++k) {
+    const bool all_digits = Formula::Results::kAt[k] == kStatistics;
+    call.check_result(k, results[k], all_digits ? dtypes::kFloat64 : first.dtype);
+    data[k] = results[k].mutable_data_ptr();
+  }
   detail::run_rows(op.name(), first, formula, arguments, data);
   return detail::returned(results);
 }

@@ -171,6 +171,16 @@ class Call {
     for (size_t k = 1; k < N; ++k) check_dtype(k, 0);
   }
 
+  // For a kernel that writes a result in this dtype: the signature may give it another.
+  void check_result(size_t k, const Tensor& result, int32_t dtype) const {
+    int32_t got = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(result.get(), &got));
+    if (got == dtype) return;
+    fail(
+        op.name(), "its signature must give result ", k, " of this formula dtype ", dtypes::name(dtype), ", got ",
+        dtypes::name(got));
+  }
+
   // A result, contiguous and not yet written.
   Tensor empty(size_t result = 0) const { return checks_.empty(result, views); }
 

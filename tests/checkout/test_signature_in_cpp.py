@@ -14,6 +14,7 @@ from extension_cpp.ops._signature import Signature
 SOURCE = """
 #define EXTENSION_CPP_NAMESPACE signatures
 #include "common/elementwise.h"
+#include "common/rowwise.h"
 
 namespace extension_cpp::signatures {
 
@@ -71,6 +72,30 @@ Tensor positive(const Tensor& x) {
 Tensor single(const Tensor& x) {
   return elementwise(kSingle, Positive{}, x);
 }
+struct MeanSquare {
+  using Arguments = Roles<kRows>;
+  using Results = Roles<kValues>;
+  template <class V>
+  struct State {
+    V sum = 0;
+  };
+  template <class V>
+  EXTENSION_CPP_INLINE void accumulate(State<V>& state, V x) const {
+    state.sum += x * x;
+  }
+  template <class V>
+  EXTENSION_CPP_INLINE void combine(State<V>& state, const State<V>& other) const {
+    state.sum += other.sum;
+  }
+  template <class V, class Row>
+  EXTENSION_CPP_INLINE V finish(const State<V>& state, const Row& row) const {
+    return state.sum / row.size;
+  }
+};
+const Operator kNarrow("narrow(Tensor x) -> Tensor", "x: ... N -> ... of float16");
+Tensor narrow(const Tensor& x) {
+  return rowwise(kNarrow, MeanSquare{}, x);
+}
 // Tensors that are None, first and after `as`; and results of the dtype of another than the first.
 const Operator kFirst("first(Tensor? w, Tensor x, Tensor? y=None) -> Tensor", "w: N; x: N; y: N as x -> N");
 const Operator kLike(
@@ -103,6 +128,7 @@ EXTENSION_CPP_REGISTER(m) {
   m.add<&none>(kNone);
   m.add<&positive>(kPositive);
   m.add<&single>(kSingle);
+  m.add<&narrow>(kNarrow);
 }
 
 }  // namespace extension_cpp::signatures
@@ -215,13 +241,16 @@ def test_an_optional_tensor_that_is_written(ops):
         ops.count(x, torch.ones(1).expand(3))
 
 
-def test_an_elementwise_result_of_another_dtype(ops):
+def test_a_result_of_another_dtype(ops):
     """A formula has one type for its inputs and its results."""
     x = torch.tensor([-1.0, 2.0])
     wanted = "its signature must give the result of an elementwise formula the dtype of its inputs"
     assert said_by_kernel(ops.positive, x) == f"positive: {wanted}, float32, got bool"
     assert said_by_kernel(ops.single, x.double()) == f"single: {wanted}, float64, got float32"
     assert ops.single(x).tolist() == [0, 1] and ops.single(x).dtype == torch.float32
+    wanted = "narrow: its signature must give result 0 of this formula dtype float32, got float16"
+    assert said_by_kernel(ops.narrow, torch.ones(2, 3)) == wanted
+    assert ops.narrow(torch.full((2, 3), 2.0).half()).tolist() == [4, 4]
 
 
 def test_optional_tensors_that_are_none(ops):
