@@ -304,9 +304,8 @@ def operator_lines(number: int, ahead: Ahead, kernels: dict[tuple[Job, ...], str
     yield f"{returned} call{number}({', '.join(parameters)}) {{"
     given = (f"{arguments[i].name} ? &*{arguments[i].name} : nullptr" for i in optional)
     tensors = [next(given) if i in optional else f"&{arguments[i].name}" for i in operator.tensors]
-    sizes = ", ".join(
-        f'{{"{name}", {name}}}' for name in operator.signature.numbers
-    )  # Of which it takes what it needs.
+    # Of all numbers, of which it takes those that it needs.
+    sizes = ", ".join(f'{{"{name}", {name}}}' for name in operator.signature.numbers)
     yield f"  const Call<{len(tensors)}> call(op{number}, {{{', '.join(tensors)}}}, {{{sizes}}});"
     lacking = ""
     for formula, kernel in enumerate(ahead.kernels):

@@ -294,10 +294,8 @@ class elementwise:
             numbers = [name for name in formula.arg_names if name not in tensors]
             read = [reader(operator.types[at[name]]) for name in numbers]
             kernel = Kernel(formula, tensors, numbers, len(operator.schema.returns) or 1, read)
-            kernel.inputs_at, kernel.numbers_at = (
-                [at[name] for name in tensors],
-                {at[n]: r for n, r in zip(numbers, read)},
-            )
+            kernel.inputs_at = [at[name] for name in tensors]
+            kernel.numbers_at = {at[name]: how for name, how in zip(numbers, read)}
             kernels.append(kernel)
         self.kernels = kernels
 
