@@ -40,16 +40,20 @@ const Device& current_device(const Launch& launch, int index) {
   return device;
 }
 
-// Lets the tensor memory accelerator read both factors: those that it can't become copies that `memory` holds, and so
-// does b if it has to lie along k.
+template <class T>
+bool lies_along_rows(const Factor<T>& factor) {
+  return factor.outer == 1 && factor.inner != 1;
+}
+
+// Lets the tensor memory accelerator read both factors: those that it can't become copies that `memory` holds.
 template <class T>
 void make_readable(
-    Launch& launch, const View& like, const Device& device, Product<T, float>& product, bool b_along_k,
+    Launch& launch, const View& like, const Device& device, Product<T, float>& product,
     std::optional<Tensor> (&memory)[2]) {
   Pad pads[2] = {};
-  auto pad = [&](Factor<T>& factor, int64_t rows, bool along_k, Pad& copy, std::optional<Tensor>& memory) {
-    if (hopper::reads(factor, rows, product.k) && (factor.inner == 1 || !along_k)) return;
-    const bool by_k = !along_k && factor.outer == 1 && factor.inner != 1;
+  auto pad = [&](Factor<T>& factor, int64_t rows, Pad& copy, std::optional<Tensor>& memory) {
+    if (hopper::reads(factor, rows, product.k)) return;
+    const bool by_k = lies_along_rows(factor);
     copy = by_k ? Pad{product.k, rows, factor.inner, factor.outer} : Pad{rows, product.k, factor.outer, factor.inner};
     const int64_t stride = ceil_div(copy.columns, 8) * 8;
     memory = scratch(like, copy.rows * stride * static_cast<int64_t>(sizeof(T)));
@@ -57,8 +61,8 @@ void make_readable(
     copy.from = reinterpret_cast<const uint16_t*>(factor.data), copy.to = reinterpret_cast<uint16_t*>(to);
     factor = by_k ? Factor<T>{to, 1, stride} : Factor<T>{to, stride, 1};
   };
-  pad(product.a, product.m, false, pads[0], memory[0]);
-  pad(product.b, product.n, b_along_k, pads[1], memory[1]);
+  pad(product.a, product.m, pads[0], memory[0]);
+  pad(product.b, product.n, pads[1], memory[1]);
   const int64_t count = pads[0].chunks() + pads[1].chunks();
   if (count == 0) return;
   const bool squares = pads[0].in_squares() || pads[1].in_squares();
@@ -172,11 +176,31 @@ void mma(Launch& launch, const View& like, const Product<T, float>& product, con
   });
 }
 
-bool is_narrow(int64_t m, int64_t n) {
-  return std::min(m, n) <= hopper::kTiles[hopper::kNarrowest].n;
-}
-
-constexpr Costs kCostsOfHalves{88, 117, 1e9, 3307, 4254, 0, 91, 710, 0.138, 0.853, 1.64, 30.5, 5015, 1.5, 0.58, false};
+constexpr Costs kCostsOfHalves{
+    .block = 8.52,
+    .processor = 189,
+    .cache = 14056,
+    .pass = 1645,
+    .sums = 5308,
+    .cluster = 87,
+    .per_split = 25,
+    .per_group = 276,
+    .per_element = 0.0452,
+    .after = 0.711,
+    .per_part = 10,
+    .memory = 4036,
+    .outside = 0.307,
+    .both = 0.106,
+    .overlaps = false,
+    .pair = 30,
+    .exchange = 147,
+    .along_k = {1, 1.05, 1.85},
+    .across = {0, 0.51, 1.58},
+    .store = {0, 384, 1189},
+    .rows_at_once = 0.125,
+    .columns_in_turn = 0.0447,
+    .few = 0.156,
+};
 constexpr double kBytesOfPiece = 3.4;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
 
 // Nanoseconds that it takes to copy so many elements first.
@@ -193,35 +217,62 @@ double time_of_pieces(const Plan& plan, int piece, const Device& device) {
          (1 / (piece * kBytesOfPiece) - 1 / kCostsOfHalves.processor);
 }
 
-// Of a product whose few rows, if it is narrow, are columns; with one of the tiles, or any.
+// How a factor of `rows` rows lies, or its copy if the memory accelerator can't read it.
+template <class T>
+Rows rows_of(const Factor<T>& factor, int64_t rows, int64_t k) {
+  constexpr int64_t kSize = sizeof(T);
+  if (hopper::reads(factor, rows, k)) {
+    return factor.inner == 1 ? Rows{factor.outer * kSize} : Rows{factor.inner * kSize, false};
+  }
+  const bool along_k = !lies_along_rows(factor);
+  return {ceil_div(along_k ? k : rows, 8) * 8 * kSize, along_k};
+}
+
+// What plans are made for, unless they only choose tiles: parts of k, and so the bits, follow from the sizes alone.
+template <class T>
+Lies row_major(int64_t n, int64_t k) {
+  constexpr int64_t kSize = sizeof(T);
+  return {{k * kSize}, {n * kSize, false}, {n * kSize}};
+}
+
+// Of the product or of the transposed factors, with one of the tiles, or any; or only those that have the parts of k of
+// a plan.
 template <class T>
 Plan plan_wgmma(
-    int64_t m, int64_t n, int64_t k, bool narrow, bool swapped, const Device& device, std::optional<int> only = {}) {
-  const int64_t columns = swapped ? m : n;
+    int64_t m, int64_t n, int64_t k, const Device& device, const Lies& lies, std::optional<int> only = {},
+    const Plan* same_parts = nullptr) {
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
-  const auto consider = [&](int shape, const Costs& costs, double before) {
+  const auto consider = [&](int shape, bool flipped, const Costs& costs, double before) {
     const auto [tile_m, tile_n, cluster, blocks, boxes, rate] = hopper::kTiles[shape];
     const TileModel one[] = {{tile_m * cluster, tile_n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster}};
-    Plan made = plan(one, costs, m, n, k, sizeof(T), device, true, swapped);
-    made.shape = shape, made.nanoseconds += before;
+    const Lies given = flipped ? lies.flipped() : lies;
+    Plan made =
+        plan(one, costs, flipped ? n : m, flipped ? m : n, k, sizeof(T), device, true, &given, flipped, same_parts);
+    made.shape = shape, made.nanoseconds += before, made.flipped = flipped;
     if (made.nanoseconds < best.nanoseconds) best = made;
   };
-  // As if both factors were row-major: either is copied first, if the memory accelerator can't read it, or in pieces.
-  const int64_t rows = m * n / columns;
-  const double copies = time_of_copies((k % 8 == 0 ? 0 : rows * k) + (columns % 8 == 0 ? 0 : k * columns));
-  const int piece = (k | columns) % 8 == 0 ? 16 : (k | columns) % 4 == 0 ? 8 : (k | columns) % 2 == 0 ? 4 : 0;
+  // Either factor is copied first, if the memory accelerator can't read it, or in pieces.
+  const double copies = time_of_copies((k % 8 == 0 ? 0 : m * k) + (n % 8 == 0 ? 0 : k * n));
+  const int piece = (k | n) % 8 == 0 ? 16 : (k | n) % 4 == 0 ? 8 : (k | n) % 2 == 0 ? 4 : 0;
   Costs of_pieces = kCostsOfHalves;
   of_pieces.processor = std::min(of_pieces.processor, piece * kBytesOfPiece);
-  constexpr double kWorthWideTiles = 6000;
-  const bool tall = !narrow || time_of_memory(m, n, k, sizeof(T)) > kWorthWideTiles;
+  constexpr int64_t kFew = 1 << 18;  // of a result that threads store one by one
+  const bool narrow = std::min(m, n) <= hopper::kMostOfNarrow, may_flip = n % 8 == 0 || m * n <= kFew;
   for (int shape = 0; shape < hopper::kTileCount; ++shape) {
-    if (only.has_value() && shape != only) continue;
-    if (narrow ? shape != hopper::kNarrowest && !(tall && shape == hopper::kTall) : shape == hopper::kNarrowest)
-      continue;
-    consider(shape, kCostsOfHalves, copies);
-    if (piece < 16 && piece > 0 && hopper::run_of_pieces<T>(shape) != nullptr) consider(shape, of_pieces, 0);
+    const int columns = hopper::kTiles[shape].n;
+    if (only.has_value() ? shape != only : narrow != (columns <= hopper::kMostOfNarrow)) continue;
+    for (const bool flipped : {false, true}) {
+      if (narrow ? (flipped ? m : n) > columns : flipped && !may_flip) continue;
+      consider(shape, flipped, kCostsOfHalves, copies);
+      if (piece < 16 && piece > 0 && hopper::run_of_pieces<T>(shape) != nullptr) consider(shape, flipped, of_pieces, 0);
+    }
   }
   return best;
+}
+
+template <class T>
+Plan plan_row_major(int64_t m, int64_t n, int64_t k, const Device& device, std::optional<int> only = {}) {
+  return plan_wgmma<T>(m, n, k, device, row_major<T>(n, k), only);
 }
 
 // Where the last tiles would leave most processors idle, the plan is of the first rows or columns, as many as give all
@@ -229,23 +280,25 @@ Plan plan_wgmma(
 template <class T>
 Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
   constexpr double kLaunch = 3000, kWorth = 0.95, kLeast = 15000, kFastest = 3600;
-  Plan best = plan_wgmma<T>(m, n, k, false, false, device);
-  if (best.nanoseconds < kLeast || (k | n) % 8 != 0) return best;
+  Plan best = plan_row_major<T>(m, n, k, device);
+  const bool narrow = std::min(m, n) <= hopper::kMostOfNarrow;
+  if (best.nanoseconds < kLeast || narrow || (k | n) % 8 != 0) return best;
   double least = kWorth * best.nanoseconds;
-  for (int shape = 0; shape < hopper::kNarrowest; ++shape) {
+  for (int shape = 0; shape < hopper::kTileCount; ++shape) {
     const hopper::Tile& tile = hopper::kTiles[shape];
+    if (tile.n <= hopper::kMostOfNarrow) continue;
     const int64_t at_a_time = device.processors / tile.cluster * tile.blocks, height = tile.m * tile.cluster;
     for (const bool of_rows : {true, false}) {
       const int64_t size = of_rows ? height : tile.n, across = of_rows ? ceil_div(n, tile.n) : ceil_div(m, height);
       const int64_t whole = of_rows ? m : n, rounds = across * ceil_div(whole, size) / at_a_time;
       const int64_t first = rounds * at_a_time / across * size, left = whole - first;
       if (first == 0 || left <= 0) continue;
-      Plan made = plan_wgmma<T>(of_rows ? first : m, of_rows ? n : first, k, false, false, device, shape);
+      Plan made = plan_row_major<T>(of_rows ? first : m, of_rows ? n : first, k, device, shape);
       made.nanoseconds += kLaunch;
       const double others = of_rows ? n : m;
       if (made.nanoseconds + left * others * k / (kFastest * device.processors) >= least) continue;
       const int64_t rows_left = of_rows ? left : m, columns_left = of_rows ? n : left;
-      made.nanoseconds += plan_wgmma<T>(rows_left, columns_left, k, false, false, device).nanoseconds;
+      made.nanoseconds += plan_row_major<T>(rows_left, columns_left, k, device).nanoseconds;
       if (made.nanoseconds >= least) continue;
       best = made, least = made.nanoseconds;
       (of_rows ? best.rows : best.columns) = first;
@@ -266,11 +319,13 @@ bool makes_pieces(const Product<T, float>& product, Plan& plan, const Device& de
   const double copies = time_of_copies(of_a + of_b);
   if (hopper::run_of_pieces<T>(plan.shape) != nullptr) return time_of_pieces(plan, piece, device) < copies;
   std::optional<Plan> best;
-  for (const int shape : {hopper::kSmall, hopper::kTall}) {
+  for (int shape = 0; shape < hopper::kTileCount; ++shape) {
     const hopper::Tile& tile = hopper::kTiles[shape];
+    const int64_t rows = plan.flipped ? product.n : product.m, columns = plan.flipped ? product.m : product.n;
+    if (hopper::run_of_pieces<T>(shape) == nullptr || columns > tile.n && tile.n <= hopper::kMostOfNarrow) continue;
     Plan made = plan;
     made.shape = shape;
-    made.tiling.tiles_m = ceil_div(product.m, tile.m), made.tiling.tiles_n = ceil_div(product.n, tile.n);
+    made.tiling.tiles_m = ceil_div(rows, tile.m), made.tiling.tiles_n = ceil_div(columns, tile.n);
     made.nanoseconds += time_of_pieces(made, piece, device);
     if (made.nanoseconds < (best ? best->nanoseconds : plan.nanoseconds + copies)) best = made;
   }
@@ -280,24 +335,20 @@ bool makes_pieces(const Product<T, float>& product, Plan& plan, const Device& de
 
 template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
-  // A tile may have 32 columns, but no fewer than 64 rows: few rows become columns.
-  const int64_t m = product.m, n = product.n;
-  const bool narrow = is_narrow(m, n), swapped = narrow && m < n;
-  if (swapped) product = product.swapped();
-  // Short rows of b, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
-  constexpr int64_t kCrowded = 1 << 22, kAsMuchAs = 2048;
-  const bool crowded = narrow && product.n < hopper::kTiles[hopper::kNarrowest].n &&
-                       product.m * (product.k + kAsMuchAs) >= kCrowded * product.n;
-  const int64_t k = product.k;
-  Plan chosen = remembered(m, n, k, device, [&] {
-    return narrow ? plan_wgmma<T>(product.m, product.n, k, true, swapped, device) : plan_in_two<T>(m, n, k, device);
-  });
+  const int64_t m = product.m, n = product.n, k = product.k;
+  Plan chosen = remembered(m, n, k, device, [&] { return plan_in_two<T>(m, n, k, device); });
+  const Lies lies{rows_of(product.a, m, k), rows_of(product.b, n, k), {n * static_cast<int64_t>(sizeof(T))}};
+  if (chosen.rows + chosen.columns == 0 && lies.key() != row_major<T>(n, k).key()) {
+    const auto choose_tiles = [&] { return plan_wgmma<T>(m, n, k, device, lies, {}, &chosen); };
+    chosen = remembered(m, n, k, device, choose_tiles, 1 + lies.key());
+  }
   const bool in_pieces = makes_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];
-  if (!in_pieces) make_readable(launch, like, device, product, crowded, memory);
+  if (!in_pieces) make_readable(launch, like, device, product, memory);
   const auto multiply = [&](const Product<T, float>& product, const Plan& plan) {
-    with_splits(launch, like, product, device, plan, [&](const Product<T, float>& p, const Plan& plan) {
+    with_splits(launch, like, product, device, plan, [&](const Product<T, float>& given, const Plan& plan) {
       using hopper::Hopper;
+      const Product<T, float> p = plan.flipped ? given.swapped() : given;
       if (in_pieces) return hopper::run_of_pieces<T>(plan.shape)(launch, p, plan.tiling, device.processors);
       [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
         constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
@@ -315,8 +366,7 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
   }
   multiply(first, chosen);
   const int64_t rows = rest.m, columns = rest.n;
-  const auto plan_rest = [&] { return plan_wgmma<T>(rows, columns, k, false, false, device); };
-  multiply(rest, remembered(rows, columns, k, device, plan_rest));
+  multiply(rest, remembered(rows, columns, k, device, [&] { return plan_row_major<T>(rows, columns, k, device); }));
 }
 
 template <class T, class V>

@@ -23,20 +23,21 @@ template <class T>
 constexpr int kInRow = kRow / sizeof(T);  // elements of a row of a stage
 
 // A tile of m by n, how many blocks of a cluster share what they read of b, how many blocks a multiprocessor holds, how
-// many boxes of the result a warp stores at a time, and multiply-adds a nanosecond of all of them.
+// many boxes of the result a warpgroup stores at a time, and multiply-adds a nanosecond of all of them.
 struct Tile {
   int m, n, cluster, blocks, boxes;
   double rate;
 };
-constexpr Tile kTiles[] = {
-    {128, 256, 2, 1, 2, 3790}, {128, 256, 1, 1, 2, 3346}, {64, 128, 1, 2, 2, 2509},  {128, 128, 1, 1, 2, 3070},
-    {64, 64, 1, 3, 1, 2212},   {128, 64, 1, 2, 1, 2027},  {128, 128, 2, 1, 2, 3233}, {64, 128, 2, 2, 2, 2210},
-    {128, 192, 1, 1, 1, 3384}, {64, 192, 1, 1, 3, 2474},  {192, 192, 2, 1, 1, 3599}, {64, 32, 1, 4, 1, 702},
-};
+constexpr Tile kTiles[] = {{128, 256, 2, 1, 2, 3276}, {128, 256, 1, 1, 2, 3186}, {64, 128, 1, 2, 2, 1243},
+                           {128, 128, 1, 1, 2, 2848}, {64, 64, 1, 3, 1, 2933},   {128, 64, 1, 2, 1, 2601},
+                           {128, 128, 2, 1, 2, 3081}, {64, 128, 2, 2, 2, 2251},  {192, 192, 2, 1, 1, 3174},
+                           {256, 32, 1, 1, 1, 1752},  {64, 32, 1, 4, 1, 1455},   {128, 16, 1, 2, 1, 1067},
+                           {64, 16, 1, 4, 1, 686}};
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
-constexpr int kSmall = 4;                   // The smallest that is square.
-constexpr int kTall = 5;                    // Two of them.
-constexpr int kNarrowest = kTileCount - 1;  // The tile of products with no more rows, or columns, than it has columns.
+constexpr int kSmall = 4;          // The smallest that is square.
+constexpr int kTall = 5;           // Two of them.
+constexpr int kNarrow = 10;        // The smallest for products with no more columns than it has.
+constexpr int kMostOfNarrow = 32;  // columns of tiles that only such products have
 
 // The swizzle repeats every 1,024 bytes. All stages of a multiprocessor take no more than so many bytes: with one more
 // of them, products over long k take up to 9% longer.
@@ -53,12 +54,12 @@ struct Hopper {
   static constexpr int kRegisters = 0;                       // as many as a thread starts with
   static constexpr int kBytesA = kM * kRow, kBytesB = kN * kRow, kStageBytes = kBytesA + kBytesB;
   static constexpr int kBlocks = kTiles[kTile].blocks;
-  // A transposed factor comes in boxes of 64 rows, or of 32.
-  static constexpr int kRowBytesB = kN < kInRow<T> ? kRow / 2 : kRow;
-  static_assert(kN == 32 || kN % kInRow<T> == 0);
-  // A warp stores its rows of the result in boxes, which lie behind the stages until they are on their way.
-  static constexpr int kOfWarp = 16, kBox = std::min(kN, kInRow<T>), kBoxBytes = kOfWarp * kBox * sizeof(T);
-  static constexpr int kBoxes = kTiles[kTile].boxes, kOutBytes = kComputing / kWarp * kBoxes * kBoxBytes;
+  // A transposed factor comes in boxes of 64 rows, or of as many as there are.
+  static constexpr int kRowBytesB = std::min<int>(kN * sizeof(T), kRow);
+  static_assert(kN == 16 || kN == 32 || kN % kInRow<T> == 0);
+  // A warpgroup stores its 64 rows of the result in boxes, which lie behind the stages until they are on their way.
+  static constexpr int kBox = std::min(kN, kInRow<T>), kBoxBytes = 64 * kBox * sizeof(T);
+  static constexpr int kBoxes = kTiles[kTile].boxes, kOutBytes = kComputing / kWarpgroup * kBoxes * kBoxBytes;
   static_assert(kN / kBox % kBoxes == 0);
   // With as many stages as without boxes. Of each block, 1 KiB is the system's.
   static_assert(
@@ -104,6 +105,12 @@ template <class H>
 constexpr int kFourBytes = H::kComputing * 4 * sizeof(typename H::V);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Where the accelerator puts 16 bytes of a line, and looks for them.
+template <int kLineBytes>
+__device__ __forceinline__ int swizzled(int line, int chunk) {
+  return chunk ^ line / (kRow / kLineBytes) % (kLineBytes / 16);
+}
 
 // Where the stages are, and behind them what is on its way out, and the barriers that pass stages on: `full` to those
 // who compute, `empty` back. What the blocks of a cluster have of this one's sums comes to where the stages were, and
@@ -339,28 +346,13 @@ __device__ __forceinline__ void add_of_cluster(
   }
 }
 
-// The first of the two rows of a tile that a thread has sums of, eight apart.
-__device__ inline int row_in_tile() {
-  return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+// The first of a warp's sixteen rows of a tile, and which of eight a thread has sums of: of that one, and of the one
+// eight behind.
+__device__ inline int rows_of_warp() {
+  return threadIdx.x / kWarp * 16;
 }
-
-// Stores a thread's sums of a group of eight columns from `column` on: two neighbours, of either row.
-template <class T>
-__device__ __forceinline__ void store_group(
-    const Product<T, float>& product, int64_t row, int64_t column, const float* sums) {
-  const int64_t j = column + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t i = row + half * 8;
-    if (i >= product.m || j >= product.n) continue;
-    T* to = product.c + i * product.c_outer + j * product.c_inner;
-    if (product.has_vectors(2)) {
-      store_vector<T, 2>(to, sums + half * 2);
-    } else {
-      to[0] = round_to<T>(sums[half * 2]);
-      if (j + 1 < product.n) to[product.c_inner] = round_to<T>(sums[half * 2 + 1]);
-    }
-  }
+__device__ inline int row_in_warp() {
+  return threadIdx.x % kWarp / 4;
 }
 
 // Two neighbouring sums of a group of eight columns, as they are stored.
@@ -372,32 +364,88 @@ __device__ __forceinline__ uint32_t rounded_pair(const float* sums) {
   return word;
 }
 
-// Stores a thread's sums of a tile by the memory accelerator, which writes whole lines while the warp goes on.
-template <class H>
+// Stores a thread's sums of a group of eight columns from `column` on, of rows from `row` on: two neighbours of either
+// of its rows, or of a transposed result, what another thread has, of either of its columns.
+template <class T>
+__device__ __forceinline__ void store_group(
+    const Product<T, float>& product, int64_t row, int64_t column, const float* sums) {
+  const bool flipped = product.c_inner != 1;
+  const int line = row_in_warp(), pair = static_cast<int>(threadIdx.x % 4) * 2;
+  const int64_t next = flipped ? product.c_outer : product.c_inner, i = row + (flipped ? pair : line);
+  const int64_t j = column + (flipped ? line : pair);
+  const bool vectors = flipped ? product.has_columns(2) : product.has_vectors(2);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t word = rounded_pair<T>(sums + half * 2);
+    if (flipped) word = transposed(word);
+    const int64_t at = i + half * 8;
+    if (at >= product.m || j >= product.n) continue;
+    T* to = product.c + at * product.c_outer + j * product.c_inner;
+    if (vectors) {
+      *reinterpret_cast<uint32_t*>(to) = word;
+    } else {
+      T values[2];
+      memcpy(values, &word, sizeof(word));
+      to[0] = values[0];
+      if (flipped ? at + 1 < product.m : j + 1 < product.n) to[next] = values[1];
+    }
+  }
+}
+
+// Stores a thread's sums of a tile by the memory accelerator, which writes whole lines while the warpgroup goes on. Of
+// a transposed result, the rows of a warpgroup lie side by side.
+template <class H, bool kFlipped>
 __device__ __forceinline__ void store_boxes(
     const CUtensorMap& map, const Tiles<H>& tiles, const Stages& stages, const float (&sums)[H::kN / 2]) {
-  using T = typename H::T;
-  constexpr int kLine = H::kBox * sizeof(T), kGroups = H::kBox / 8;
-  const bool elected = is_elected();
-  const int warp = threadIdx.x / kWarp, line = threadIdx.x % H::kOfWarp, right = threadIdx.x % kWarp / H::kOfWarp;
-  const int swizzle = kLine == kRow ? line % 8 : line / 2 % 4;
-  const uint32_t own = stages.template out<H>() + warp * H::kBoxes * H::kBoxBytes;
+  constexpr int kLine = kFlipped ? kRow : H::kBox * sizeof(typename H::T), kGroups = H::kBox / 8;
+  const int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / kWarp, lane = threadIdx.x % kWarp;
+  const bool stores = is_elected() && warp == 0;
+  const int row = tiles.row + warpgroup * 64;
+  const uint32_t own = stages.template out<H>() + warpgroup * H::kBoxes * H::kBoxBytes;
 #pragma unroll
   for (int box = 0; box < H::kN / H::kBox; ++box) {
     const uint32_t buffer = own + box % H::kBoxes * H::kBoxBytes;
-    if (elected) wait_for_boxes<H::kBoxes - 1>();
-    __syncwarp();
+    const int column = tiles.column + box * H::kBox;
+    if (stores) wait_for_boxes<H::kBoxes - 1>();
+    meet_in_warpgroup(warpgroup);
 #pragma unroll
     for (int g = 0; g < kGroups; g += 2) {
-      const float* of_group = sums + (box * kGroups + g) * 4;
       uint32_t words[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = rounded_pair<T>(of_group + e * 2);
-      store_matrices(buffer + line * kLine + ((g + right) ^ swizzle) * 16, words);
+      for (int e = 0; e < 4; ++e) words[e] = rounded_pair<typename H::T>(sums + (box * kGroups + g) * 4 + e * 2);
+      const int line = kFlipped ? g * 8 + lane / 16 * 8 + lane % 8 : warp * 16 + lane % 16;
+      const int chunk = kFlipped ? warp * 2 + lane / 8 % 2 : g + lane / 16;
+      store_matrices<kFlipped>(buffer + line * kLine + swizzled<kLine>(line, chunk) * 16, words);
     }
     make_visible_to_accelerator();
-    __syncwarp();
-    if (elected) store_box(map, tiles.column + box * H::kBox, tiles.row + warp * H::kOfWarp, buffer);
+    meet_in_warpgroup(warpgroup);
+    if (stores) store_box(map, kFlipped ? row : column, kFlipped ? column : row, buffer);
+  }
+}
+
+// Stores a thread's sums of a part of k, where they lie as the result does.
+template <class H>
+__device__ __forceinline__ void store_partial(
+    const Product<typename H::T, float>& product, const Tiles<H>& tiles, const float (&sums)[H::kN / 2]) {
+  const bool flipped = product.c_inner != 1;
+  const int64_t stride = product.partial_stride, first = tiles.column + threadIdx.x % 4 * 2;
+  const int64_t rows = flipped ? product.n : product.m;
+  float* of_split = product.partial + tiles.split * rows * stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = tiles.row + rows_of_warp() + row_in_warp() + half * 8;
+    if (row >= product.m) continue;
+#pragma unroll
+    for (int j = 0; j < H::kN / 8; ++j) {
+      const int64_t column = first + j * 8;
+      const float* pair = sums + j * 4 + half * 2;
+      if (flipped) {
+        if (column < product.n) of_split[column * stride + row] = pair[0];
+        if (column + 1 < product.n) of_split[(column + 1) * stride + row] = pair[1];
+      } else if (column < stride) {
+        store_vector<float, 2>(of_split + row * stride + column, pair);
+      }
+    }
   }
 }
 
@@ -407,39 +455,29 @@ __device__ __forceinline__ void store(
     const Product<typename H::T, float>& product, const CUtensorMap* map, const Tiles<H>& tiles, const Stages& stages,
     const float (&sums)[H::kN / 2]) {
   using T = typename H::T;
-  if (map != nullptr && product.partial == nullptr && product.has_vectors(8)) {
-    return store_boxes<H>(*map, tiles, stages, sums);
-  }
-  const int in_quad = threadIdx.x % 4;
-  int64_t row = tiles.row + row_in_tile();
-  if (product.partial == nullptr && !product.has_vectors(4)) {
+  if (product.partial != nullptr) return store_partial<H>(product, tiles, sums);
+  if (map != nullptr && product.has_vectors(8)) return store_boxes<H, false>(*map, tiles, stages, sums);
+  if (map != nullptr && product.has_columns(8)) return store_boxes<H, true>(*map, tiles, stages, sums);
+  const int64_t first = tiles.row + rows_of_warp();
+  if (!product.has_vectors(4)) {
 #pragma unroll
-    for (int j = 0; j < H::kN / 8; ++j) store_group(product, row, tiles.column + j * 8, sums + j * 4);
+    for (int j = 0; j < H::kN / 8; ++j) store_group(product, first, tiles.column + j * 8, sums + j * 4);
     return;
   }
+  // Fours of columns, of two groups: those of the first are for threads that are even.
+  const bool odd = threadIdx.x & 1;
+  const int64_t four = tiles.column + odd * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half, row += 8) {
-    const float* of_row = sums + half * 2;
-    if (product.partial != nullptr) {
-      const int64_t first = tiles.column + in_quad * 2;
-      float* to = product.partial + (tiles.split * product.m + row) * product.partial_stride + first;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = first + row_in_warp() + half * 8;
+    T* to = product.c + row * product.c_outer + four;
 #pragma unroll
-      for (int j = 0; j < H::kN / 8; ++j) {
-        if (row < product.m && first + j * 8 < product.partial_stride) {
-          store_vector<float, 2>(to + j * 8, of_row + j * 4);
-        }
-      }
-    } else {  // Fours of columns, of two groups: those of the first are for threads that are even.
-      const bool odd = in_quad & 1;
-      const int64_t four = tiles.column + odd * 8 + in_quad / 2 * 4;
-      T* to = product.c + row * product.c_outer + four;
-#pragma unroll
-      for (int j = 0; j < H::kN / 8; j += 2) {
-        const uint32_t first = rounded_pair<T>(of_row + j * 4), second = rounded_pair<T>(of_row + j * 4 + 4);
-        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
-        if (row < product.m && four + j * 8 < product.n) {
-          *reinterpret_cast<uint2*>(to + j * 8) = odd ? uint2{received, second} : uint2{first, received};
-        }
+    for (int j = 0; j < H::kN / 8; j += 2) {
+      const uint32_t of_first = rounded_pair<T>(sums + half * 2 + j * 4);
+      const uint32_t of_second = rounded_pair<T>(sums + half * 2 + j * 4 + 4);
+      const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? of_first : of_second, 1);
+      if (row < product.m && four + j * 8 < product.n) {
+        *reinterpret_cast<uint2*>(to + j * 8) = odd ? uint2{received, of_second} : uint2{of_first, received};
       }
     }
   }
@@ -505,7 +543,7 @@ __device__ __forceinline__ void consume(
     }
     if (role.split_in_cluster) {
       add_of_cluster<H>(sums, role.share(), stages, [&](int j, const float* added) {
-        store_group(product, tiles.row + row_in_tile(), tiles.column + j * 8, added);
+        store_group(product, tiles.row + rows_of_warp(), tiles.column + j * 8, added);
       });
     } else {
       store<H>(product, map, tiles, stages, sums);
@@ -581,12 +619,15 @@ bool encode(
                     : std::is_same_v<T, float>  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                     : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto line = box[0] * sizeof(T);
+  const auto swizzle = line == kRow       ? CU_TENSOR_MAP_SWIZZLE_128B
+                       : line == kRow / 2 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                          : CU_TENSOR_MAP_SWIZZLE_32B;
   const auto function = tensor_map_encoder();
   return function != nullptr &&
          function(
              map, type, 3, const_cast<T*>(factor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             box[0] * sizeof(T) == kRow ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // As many stages as fit where so many blocks are on a multiprocessor, and as a block has steps; behind them `out`
@@ -621,13 +662,17 @@ void multiply(
   Layouts layouts = Layouts::of(product, tiling);
   layouts.b.whole &= H::kN > kInRow<typename H::T> && !kSharesK<H>;  // Else one box is all of a stage, or half of k.
   const int depth = kSharesK<H> && layouts.b.transposed ? H::kK / 2 : H::kK;
-  const bool in_boxes = H::kOutBytes != 0 && tiling.splits() == 1 && product.has_vectors(8);
+  const bool flipped = product.has_columns(8);
+  const bool in_boxes = H::kOutBytes != 0 && tiling.splits() == 1 && (flipped || product.has_vectors(8));
   CUtensorMap map_a, map_b, map_c{};
   bool encoded = encode(product.a, layouts.a, product.m, product.k, H::kM, &map_a) &&
                  encode(product.b, layouts.b, product.n, product.k, kShare<H>, &map_b, depth);
   if constexpr (H::kOutBytes != 0) {
-    const Factor<typename H::T> result{product.c, product.c_outer, 1};
-    if (in_boxes) encoded &= encode(result, {}, product.m, product.n, H::kOfWarp, &map_c, H::kBox);
+    const Factor<typename H::T> result{product.c, flipped ? product.c_inner : product.c_outer, 1};
+    if (in_boxes) {
+      encoded &= flipped ? encode(result, {}, product.n, product.m, H::kBox, &map_c)
+                         : encode(result, {}, product.m, product.n, 64, &map_c, H::kBox);
+    }
   }
   if (!encoded) fail("matmul", "the driver can't describe the matrices to the GPU");
   launch_tiles<H>(

@@ -23,10 +23,10 @@ __device__ __forceinline__ void copy_lines(uint32_t to, const T* from, int64_t s
 #pragma unroll
   for (int i = 0; i < kLines / kAtATime; ++i) {
     const int line = thread / kAcross + i * kAtATime;
-    const int swizzled = byte / 16 ^ (kLineBytes == kRow ? line % 8 : line / 2 % 4);
     const bool valid = line < lines && bytes > 0;
     copy_async<kPiece>(
-        to + line * kLineBytes + swizzled * 16 + byte % 16, valid ? from + line * stride : nullptr, valid ? bytes : 0);
+        to + line * kLineBytes + swizzled<kLineBytes>(line, byte / 16) * 16 + byte % 16,
+        valid ? from + line * stride : nullptr, valid ? bytes : 0);
   }
 }
 
@@ -127,7 +127,7 @@ void multiply_pieces(
 // What multiplies in pieces with tiles of a shape, if anything does.
 template <class T>
 auto run_of_pieces(int shape) -> decltype(&multiply_pieces<Hopper<T, kSmall>>) {
-  if (shape == kNarrowest) return multiply_pieces<Hopper<T, kNarrowest>>;
+  if (shape == kNarrow) return multiply_pieces<Hopper<T, kNarrow>>;
   if (shape == kSmall) return multiply_pieces<Hopper<T, kSmall>>;
   if (shape == kTall) return multiply_pieces<Hopper<T, kTall>>;
   return nullptr;

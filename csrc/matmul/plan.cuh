@@ -44,12 +44,36 @@ struct Costs {
   double per_group = 0;            // the same, for eight columns of a block's share
   double per_element = 0;          // to store an element of a tile
   double after = 0.15;             // of that, what blocks of a multiprocessor add as they store one after the other
-  double unaligned = 1;            // how much longer reading rows takes that don't begin with a line of the cache
   double per_part = 0;             // to add up one part of k more in another launch
   double memory = kBytesOfDevice;  // bytes that memory moves
   double outside = 0;              // how much longer memory takes if tiles are twice as large as what they have to read
   double both = 0;                 // or for a factor that several tiles read, in both parts of the L2 cache
   bool overlaps = true;            // Memory takes its time next to all else, not for the most part only.
+  double pair = 0;                 // to start blocks that work on a tile together
+  double exchange = 0;             // to add up sums in a cluster, for 1,024 elements of a tile
+  // How much longer it takes to read rows along k, and how much more if what a tile reads of other rows is a line of
+  // the cache, where rows begin with a line, with a sector, or with neither.
+  std::array<double, 3> along_k{1, 1, 1}, across{};
+  std::array<double, 3> store{};  // and how long to store such rows of the result, unless the factors are transposed
+  // How much longer memory takes to be written: by tiles below each other that are all there are, and if the factors
+  // are transposed, by some columns of tiles after others.
+  double rows_at_once = 0, columns_in_turn = 0;
+  double few = 0;  // as which power of their number memory is slower for few multiprocessors
+};
+
+// How a matrix lies in memory: bytes from row to row, of a factor that lies along k or else across, or of the result.
+struct Rows {
+  int64_t bytes;
+  bool along_k = true;
+
+  int alignment() const { return bytes % 128 == 0 ? 0 : bytes % 32 == 0 ? 1 : 2; }
+};
+struct Lies {
+  Rows a, b, c;
+
+  Lies flipped() const { return {b, a, c}; }
+  // Of two factors that are read by the same number of bytes, and alike otherwise, one plan is made.
+  int key() const { return ((a.alignment() * 3 + b.alignment()) * 2 + a.along_k) * 2 + b.along_k; }
 };
 
 struct Plan {
@@ -57,8 +81,13 @@ struct Plan {
   Tiling tiling;
   double nanoseconds;
   bool in_cluster = false;  // The parts of k are a cluster's blocks.
+  bool flipped = false;     // The plan is of the transposed factors.
   // If not 0, the plan is only of the first so many rows or columns. Those behind them have a plan of their own.
   int64_t rows = 0, columns = 0;
+
+  bool has_parts(int64_t steps, bool of_cluster) const {
+    return tiling.steps_per_split == steps && in_cluster == of_cluster;
+  }
 };
 
 // How many clusters of `size` blocks run at a time, a block a multiprocessor: as many as the driver says of an H200,
@@ -77,16 +106,15 @@ inline double cube(double x) {
   return x * x * x;
 }
 
-// The tiles and splits that should take the least time, for a product that is `swapped` if its m was n. Splitting k
-// fills a device that there are too few tiles for, and costs the time to add up the sums: in a cluster of the tile's
-// blocks, if the kernel does that, or by another pass.
+// The tiles and splits that should take the least time, for a product that is `flipped` if its m was n, or of those
+// tiles that have the same parts of k as a plan. Splitting k fills a device that there are too few tiles for, and costs
+// the time to add up the sums: in a cluster of the tile's blocks, if the kernel does that, or by another pass.
 template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
-    const Device& device, bool adds_in_clusters, bool swapped = false) {
-  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128;
-  // As if both factors were row-major: parts of k, and so the bits, follow from the sizes alone.
-  const int64_t rows = swapped ? n : m, columns = swapped ? m : n;
+    const Device& device, bool adds_in_clusters, const Lies* lies = nullptr, bool flipped = false,
+    const Plan* same_parts = nullptr) {
+  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kColumns = 8;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
@@ -94,18 +122,22 @@ Plan plan(
     Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
     const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
     const double most = 2.2 * device.processors * shape.blocks / shape.processors;
-    const int64_t width = swapped ? shape.m : shape.n, across = std::min(columns, width);
-    const int64_t down = std::min(rows, swapped ? shape.n : shape.m);
-    const double of_a = k * bytes % kLine == 0 ? 1 : costs.unaligned;
-    const double of_b = columns * bytes % kLine == 0 ? 1 : costs.unaligned;
-    const double read = static_cast<double>(shape.k * bytes) * (down * of_a + across * of_b);
+    const int64_t height = shape.m / shape.processors;
+    const auto longer = [&](const Rows& rows, int64_t of_tile) {
+      const double lines = static_cast<double>(of_tile * bytes) / kLine;
+      return rows.along_k ? costs.along_k[rows.alignment()] : 1 + costs.across[rows.alignment()] / lines;
+    };
+    const double of_a = lies == nullptr ? 1 : longer(lies->a, height);
+    const double of_b = lies == nullptr ? 1 : longer(lies->b, shape.n);
+    const double read =
+        static_cast<double>(shape.k * bytes) * (std::min(m, shape.m) * of_a + std::min(n, shape.n) * of_b);
     const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
     // Rows of a stage that lie outside of the matrices could be other ones on their way.
-    const int64_t height = shape.m / shape.processors, inside = std::min(m, height) + std::min(n, shape.n);
+    const int64_t inside = std::min(m, height) + std::min(n, shape.n);
     const double empty = static_cast<double>(height + shape.n - inside) / inside;
     const double twice = (tiling.tiles_n > 1 ? m * k : 0) + (tiling.tiles_m * shape.processors > 1 ? n * k : 0);
     const double moved = static_cast<double>(m * k + n * k + m * n) + costs.both * twice;
-    const double at_least = moved * bytes / costs.memory * (1 + costs.outside * empty);
+    const double of_result = !flipped && lies != nullptr ? costs.store[lies->c.alignment()] : 0;
     for (int64_t splits = 1, next; splits <= kMostSplits; splits = next) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       // Numbers of parts between the two would leave some empty.
@@ -116,6 +148,7 @@ Plan plan(
           adds_in_clusters && device.has_clusters() && shape.processors == 1 && splits > 1 && splits <= kMostInCluster;
       for (const bool in_cluster : {true, false}) {
         if (in_cluster && !fits_cluster) continue;
+        if (same_parts != nullptr && !same_parts->has_parts(steps, in_cluster)) continue;
         double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
         if (in_cluster) {
           // Those that find no free multiprocessors share some.
@@ -130,11 +163,22 @@ Plan plan(
         double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
         const double rounds = std::ceil(turns / shape.blocks);
         const double stored = 1 + (rounds - 1) * (1 + costs.after * (shape.blocks - 1));
-        time += rounds * costs.block + stored * of_block;
+        time += rounds * (costs.block + (shape.processors > 1 ? costs.pair : 0)) + stored * of_block;
+        double written = 0;
+        if (splits == 1) {
+          time += of_result;
+          written = !flipped ? (rounds == 1 ? costs.rows_at_once : 0)
+                             : (rounds > 1 && tiling.tiles_m > kColumns ? costs.columns_in_turn : 0);
+        }
+        double at_least = (moved + written * static_cast<double>(m * n)) * bytes / costs.memory;
+        at_least *= 1 + costs.outside * empty;
+        const double active = tiles * splits * shape.processors / device.processors;
+        if (active < 1) at_least *= std::pow(active, -costs.few);
         time = costs.overlaps ? std::max(time, at_least) : std::cbrt(cube(time) + cube(at_least));
         if (in_cluster) {
           const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
-          time += costs.cluster + (costs.per_split * splits + costs.per_group * groups) * turns;
+          const double sums = static_cast<double>(shape.m * shape.n) / 1024 * (splits - 1) / splits;
+          time += costs.cluster + (costs.per_split * splits + costs.per_group * groups + costs.exchange * sums) * turns;
         } else if (splits > 1) {
           time += costs.pass + costs.per_part * splits + (8.0 * splits + bytes) * m * n / costs.sums;
         }
@@ -149,20 +193,21 @@ Plan plan(
 }
 
 // What make() plans for a product, which takes it up to some thirty microseconds: a thread remembers the last plans of
-// each function.
+// each function, of products that differ in their sizes or in `kind`.
 template <class Make>
-Plan remembered(int64_t m, int64_t n, int64_t k, const Device& device, const Make& make) {
+Plan remembered(int64_t m, int64_t n, int64_t k, const Device& device, const Make& make, int kind = 0) {
   struct Known {
     int64_t m, n, k;  // all of them 0 at first, which no product has
+    int kind;
     Device device;
     Plan plan;
   };
   constexpr int kBits = 6;
   constexpr uint64_t kMix = 0x9e3779b97f4a7c15;  // 2^64 over the golden ratio
   thread_local std::array<Known, 1 << kBits> all{};
-  Known& known = all[((m * kMix + n) * kMix + k) * kMix >> (64 - kBits)];
-  if (known.m != m || known.n != n || known.k != k || !(known.device == device)) {
-    known = {m, n, k, device, make()};
+  Known& known = all[(((m * kMix + n) * kMix + k) * kMix + kind) * kMix >> (64 - kBits)];
+  if (known.m != m || known.n != n || known.k != k || known.kind != kind || !(known.device == device)) {
+    known = {m, n, k, kind, device, make()};
   }
   return known.plan;
 }

@@ -29,7 +29,8 @@ namespace extension_cpp::matmul {
 // A product to compute: m by n sums over k. Of a and b, rows_a and rows_b rows may be read: more than m and n of a copy
 // that is padded with zeros. Element (i, j) of the result is at c[i * c_outer + j * c_inner]. Where
 // `partial` is given, kernels leave c to sum_splits_kernel and write their sums, those of split s over a part of k, to
-// partial[(s * m + i) * partial_stride + j]; its rows are padded, so that whole vectors are written and read.
+// partial[(s * m + i) * partial_stride + j], where i and j are a row and a column of c; its rows are padded, so that
+// whole vectors are written and read.
 template <class T, class V>
 struct Product {
   Factor<T> a, b;
@@ -49,6 +50,9 @@ struct Product {
 
   // Whether rows of c consist of whole, aligned vectors.
   __host__ __device__ bool has_vectors(int size) const { return c_inner == 1 && c_outer % size == 0 && n % size == 0; }
+
+  // The same of columns of a transposed c.
+  __host__ __device__ bool has_columns(int size) const { return c_outer == 1 && c_inner % size == 0 && m % size == 0; }
 };
 
 // The largest piece, of 16, 8 or 4 bytes, of which every row of a factor begins at a multiple; 0 if there is none.

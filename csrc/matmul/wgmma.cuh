@@ -150,12 +150,31 @@ __device__ __forceinline__ void copy_box(
   }
 }
 
-// Stores four matrices of 8 by 8 halves, which lie in a warp as wgmma's sums do, to shared memory: each thread says
-// where one of their rows is to be.
+// Stores four matrices of 8 by 8 halves, which lie in a warp as wgmma's sums do, to shared memory, transposed or not:
+// each thread says where one of their rows is to be.
+template <bool kTransposed>
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
+  if constexpr (kTransposed) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  }
+}
+
+// What a thread has of such a matrix that is transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t word) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+  return result;
+}
+
+__device__ __forceinline__ void meet_in_warpgroup(int warpgroup) {
+  __syncwarp();
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");  // The first is __syncthreads'.
 }
 
 // What threads wrote to shared memory, before one starts a copy from there.
@@ -178,12 +197,17 @@ __device__ __forceinline__ void wait_for_boxes() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128 bytes or of 64, swizzled. Along k, 8 rows
+// How wgmma finds a factor in shared memory: 8 by 8 matrices in rows of 128, 64 or 32 bytes, swizzled. Along k, 8 rows
 // of a transposed factor follow each other, and 64 of its columns are a box; of another, 8 rows follow each other.
 template <bool kTransposed, int kRowBytes = 128>
 __device__ uint64_t describe(uint32_t at) {
-  static_assert(kRowBytes == 128 || kRowBytes == 64);
-  constexpr uint64_t kSwizzle = uint64_t(kRowBytes == 128 ? 1 : 2) << 62, kStride = uint64_t(8 * kRowBytes / 16) << 32;
+  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32);
+  constexpr uint64_t kSwizzle = uint64_t(
+                                    kRowBytes == 128  ? 1
+                                    : kRowBytes == 64 ? 2
+                                                      : 3)
+                                << 62,
+                     kStride = uint64_t(8 * kRowBytes / 16) << 32;
   constexpr uint64_t kLeading = uint64_t(kTransposed ? 64 * 128 / 16 : 1) << 16;
   return kSwizzle | kStride | kLeading | (at & 0x3ffff) >> 4;
 }
@@ -199,6 +223,7 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * kRowBytes : 32) / 16;
   SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24), SUMS_8(i + 32), SUMS_8(i + 40), SUMS_8(i + 48), \
       SUMS_8(i + 56)
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define OPERANDS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define OPERANDS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define OPERANDS_32                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
@@ -237,7 +262,7 @@ constexpr uint64_t kNext16 = (kTransposed ? 16 * kRowBytes : 32) / 16;
 // sums (+)= a * b, of 64 rows of a and kN of b, float16 or bfloat16, over 16 of k.
 template <class T, int kN, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t from_a, uint64_t from_b, int add_to) {
-  static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kN == 256 && kHalf) {
     WGMMA("m64n256k16", "f16", OPERANDS_128, "%128", "%129", "%130", "%131", "%132", SUMS_64(0), SUMS_64(64));
@@ -247,6 +272,10 @@ __device__ __forceinline__ void multiply_add(float (&sums)[kN / 2], uint64_t fro
     WGMMA("m64n192k16", "f16", OPERANDS_96, "%96", "%97", "%98", "%99", "%100", SUMS_64(0), SUMS_32(64));
   } else if constexpr (kN == 192) {
     WGMMA("m64n192k16", "bf16", OPERANDS_96, "%96", "%97", "%98", "%99", "%100", SUMS_64(0), SUMS_32(64));
+  } else if constexpr (kN == 16 && kHalf) {
+    WGMMA("m64n16k16", "f16", OPERANDS_8, "%8", "%9", "%10", "%11", "%12", SUMS_8(0));
+  } else if constexpr (kN == 16) {
+    WGMMA("m64n16k16", "bf16", OPERANDS_8, "%8", "%9", "%10", "%11", "%12", SUMS_8(0));
   } else if constexpr (kN == 32 && kHalf) {
     WGMMA("m64n32k16", "f16", OPERANDS_16, "%16", "%17", "%18", "%19", "%20", SUMS_8(0), SUMS_8(8));
   } else if constexpr (kN == 32) {
@@ -277,6 +306,7 @@ __device__ __forceinline__ void multiply_add(
 #undef SUMS_8
 #undef SUMS_32
 #undef SUMS_64
+#undef OPERANDS_8
 #undef OPERANDS_16
 #undef OPERANDS_32
 #undef OPERANDS_64
