@@ -201,7 +201,28 @@ constexpr Costs kCostsOfHalves{
     .columns_in_turn = 0.0447,
     .few = 0.156,
 };
-constexpr double kBytesOfPiece = 3.4;  // that threads which copy in pieces read, a nanosecond of a multiprocessor
+// The same where threads copy in pieces.
+constexpr Costs kCostsOfPieces{
+    .block = 88,
+    .processor = 117,
+    .cache = 1e9,
+    .pass = 3307,
+    .sums = 4254,
+    .cluster = 0,
+    .per_split = 91,
+    .per_group = 710,
+    .per_element = 0.138,
+    .after = 0.853,
+    .per_part = 30.5,
+    .memory = 5015,
+    .outside = 1.5,
+    .both = 0.58,
+    .overlaps = false,
+    .along_k = {1, 1.64, 1.64},
+    .across = {0, 0.64, 0.64},
+};
+constexpr double kStartOfHalves = 1700;  // of what doesn't copy in pieces
+constexpr double kBytesOfPiece = 3.4;    // that threads which copy in pieces read, a nanosecond of a multiprocessor
 
 // Nanoseconds that it takes to copy so many elements first.
 double time_of_copies(double elements) {
@@ -214,7 +235,7 @@ double time_of_pieces(const Plan& plan, int piece, const Device& device) {
   const hopper::Tile& tile = hopper::kTiles[plan.shape];
   const int64_t steps = ceil_div(plan.tiling.count(), device.processors) * plan.tiling.steps_per_split;
   return static_cast<double>(steps * (tile.m + tile.n) * hopper::kRow) *
-         (1 / (piece * kBytesOfPiece) - 1 / kCostsOfHalves.processor);
+         (1 / (piece * kBytesOfPiece) - 1 / kCostsOfPieces.processor);
 }
 
 // How a factor of `rows` rows lies, or its copy if the memory accelerator can't read it.
@@ -228,11 +249,22 @@ Rows rows_of(const Factor<T>& factor, int64_t rows, int64_t k) {
   return {ceil_div(along_k ? k : rows, 8) * 8 * kSize, along_k};
 }
 
+template <class T>
+Lies lies(const Product<T, float>& product) {
+  const int64_t k = product.k;
+  return {
+      rows_of(product.a, product.m, k),
+      rows_of(product.b, product.n, k),
+      {product.n * static_cast<int64_t>(sizeof(T))},
+      hopper::reads(product.a, product.m, k),
+      hopper::reads(product.b, product.n, k),
+      std::min(piece_of(product.a), piece_of(product.b))};
+}
+
 // What plans are made for, unless they only choose tiles: parts of k, and so the bits, follow from the sizes alone.
 template <class T>
-Lies row_major(int64_t n, int64_t k) {
-  constexpr int64_t kSize = sizeof(T);
-  return {{k * kSize}, {n * kSize, false}, {n * kSize}};
+Lies row_major(int64_t m, int64_t n, int64_t k) {
+  return lies<T>({.a = {nullptr, k, 1}, .b = {nullptr, 1, n}, .m = m, .n = n, .k = k});
 }
 
 // Of the product or of the transposed factors, with one of the tiles, or any; or only those that have the parts of k of
@@ -252,9 +284,9 @@ Plan plan_wgmma(
     if (made.nanoseconds < best.nanoseconds) best = made;
   };
   // Either factor is copied first, if the memory accelerator can't read it, or in pieces.
-  const double copies = time_of_copies((k % 8 == 0 ? 0 : m * k) + (n % 8 == 0 ? 0 : k * n));
-  const int piece = (k | n) % 8 == 0 ? 16 : (k | n) % 4 == 0 ? 8 : (k | n) % 2 == 0 ? 4 : 0;
-  Costs of_pieces = kCostsOfHalves;
+  const double copies = kStartOfHalves + time_of_copies((lies.reads_a ? 0 : m * k) + (lies.reads_b ? 0 : k * n));
+  const int piece = lies.piece;
+  Costs of_pieces = kCostsOfPieces;
   of_pieces.processor = std::min(of_pieces.processor, piece * kBytesOfPiece);
   constexpr int64_t kFew = 1 << 18;  // of a result that threads store one by one
   const bool narrow = std::min(m, n) <= hopper::kMostOfNarrow, may_flip = n % 8 == 0 || m * n <= kFew;
@@ -272,7 +304,7 @@ Plan plan_wgmma(
 
 template <class T>
 Plan plan_row_major(int64_t m, int64_t n, int64_t k, const Device& device, std::optional<int> only = {}) {
-  return plan_wgmma<T>(m, n, k, device, row_major<T>(n, k), only);
+  return plan_wgmma<T>(m, n, k, device, row_major<T>(m, n, k), only);
 }
 
 // Where the last tiles would leave most processors idle, the plan is of the first rows or columns, as many as give all
@@ -337,10 +369,10 @@ template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   const int64_t m = product.m, n = product.n, k = product.k;
   Plan chosen = remembered(m, n, k, device, [&] { return plan_in_two<T>(m, n, k, device); });
-  const Lies lies{rows_of(product.a, m, k), rows_of(product.b, n, k), {n * static_cast<int64_t>(sizeof(T))}};
-  if (chosen.rows + chosen.columns == 0 && lies.key() != row_major<T>(n, k).key()) {
-    const auto choose_tiles = [&] { return plan_wgmma<T>(m, n, k, device, lies, {}, &chosen); };
-    chosen = remembered(m, n, k, device, choose_tiles, 1 + lies.key());
+  const Lies given = lies(product);
+  if (chosen.rows + chosen.columns == 0 && given.key() != row_major<T>(m, n, k).key()) {
+    const auto choose_tiles = [&] { return plan_wgmma<T>(m, n, k, device, given, {}, &chosen); };
+    chosen = remembered(m, n, k, device, choose_tiles, 1 + given.key());
   }
   const bool in_pieces = makes_pieces(product, chosen, device);
   std::optional<Tensor> memory[2];

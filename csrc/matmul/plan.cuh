@@ -70,10 +70,18 @@ struct Rows {
 };
 struct Lies {
   Rows a, b, c;
+  bool reads_a = true, reads_b = true;  // The memory accelerator can.
+  int piece = 16;                       // The bytes that threads can.
 
-  Lies flipped() const { return {b, a, c}; }
-  // Of two factors that are read by the same number of bytes, and alike otherwise, one plan is made.
-  int key() const { return ((a.alignment() * 3 + b.alignment()) * 2 + a.along_k) * 2 + b.along_k; }
+  Lies flipped() const { return {b, a, c, reads_b, reads_a, piece}; }
+  // What differs between the layouts of two products of the same sizes.
+  int key() const {
+    int key = piece;
+    for (const int e : {a.alignment(), b.alignment(), int{a.along_k}, int{b.along_k}, int{reads_a}, int{reads_b}}) {
+      key = key * 3 + e;
+    }
+    return key;
+  }
 };
 
 struct Plan {
