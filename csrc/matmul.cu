@@ -197,8 +197,8 @@ constexpr Costs kCostsOfHalves{
     .along_k = {1, 1.05, 1.85},
     .across = {0, 0.51, 1.58},
     .store = {0, 384, 1189},
-    .rows_at_once = 0.125,
-    .columns_in_turn = 0.0447,
+    .at_once = 0.125,
+    .in_turn = 0.0447,
     .few = 0.156,
 };
 // The same where threads copy in pieces.
@@ -250,7 +250,7 @@ Rows rows_of(const Factor<T>& factor, int64_t rows, int64_t k) {
 }
 
 template <class T>
-Lies lies(const Product<T, float>& product) {
+Placement placement_of(const Product<T, float>& product) {
   const int64_t k = product.k;
   return {
       rows_of(product.a, product.m, k),
@@ -263,29 +263,30 @@ Lies lies(const Product<T, float>& product) {
 
 // What plans are made for, unless they only choose tiles: parts of k, and so the bits, follow from the sizes alone.
 template <class T>
-Lies row_major(int64_t m, int64_t n, int64_t k) {
-  return lies<T>({.a = {nullptr, k, 1}, .b = {nullptr, 1, n}, .m = m, .n = n, .k = k});
+Placement row_major(int64_t m, int64_t n, int64_t k) {
+  return placement_of<T>({.a = {nullptr, k, 1}, .b = {nullptr, 1, n}, .m = m, .n = n, .k = k});
 }
 
 // Of the product or of the transposed factors, with one of the tiles, or any; or only those that have the parts of k of
 // a plan.
 template <class T>
 Plan plan_wgmma(
-    int64_t m, int64_t n, int64_t k, const Device& device, const Lies& lies, std::optional<int> only = {},
+    int64_t m, int64_t n, int64_t k, const Device& device, const Placement& placement, std::optional<int> only = {},
     const Plan* same_parts = nullptr) {
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   const auto consider = [&](int shape, bool flipped, const Costs& costs, double before) {
     const auto [tile_m, tile_n, cluster, blocks, boxes, rate] = hopper::kTiles[shape];
     const TileModel one[] = {{tile_m * cluster, tile_n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster}};
-    const Lies given = flipped ? lies.flipped() : lies;
+    const Placement given = flipped ? placement.flipped() : placement;
     Plan made =
         plan(one, costs, flipped ? n : m, flipped ? m : n, k, sizeof(T), device, true, &given, flipped, same_parts);
     made.shape = shape, made.nanoseconds += before, made.flipped = flipped;
     if (made.nanoseconds < best.nanoseconds) best = made;
   };
   // Either factor is copied first, if the memory accelerator can't read it, or in pieces.
-  const double copies = kStartOfHalves + time_of_copies((lies.reads_a ? 0 : m * k) + (lies.reads_b ? 0 : k * n));
-  const int piece = lies.piece;
+  const double copies =
+      kStartOfHalves + time_of_copies((placement.reads_a ? 0 : m * k) + (placement.reads_b ? 0 : k * n));
+  const int piece = placement.piece;
   Costs of_pieces = kCostsOfPieces;
   of_pieces.processor = std::min(of_pieces.processor, piece * kBytesOfPiece);
   constexpr int64_t kFew = 1 << 18;  // of a result that threads store one by one
@@ -354,7 +355,8 @@ bool makes_pieces(const Product<T, float>& product, Plan& plan, const Device& de
   for (int shape = 0; shape < hopper::kTileCount; ++shape) {
     const hopper::Tile& tile = hopper::kTiles[shape];
     const int64_t rows = plan.flipped ? product.n : product.m, columns = plan.flipped ? product.m : product.n;
-    if (hopper::run_of_pieces<T>(shape) == nullptr || columns > tile.n && tile.n <= hopper::kMostOfNarrow) continue;
+    if (hopper::run_of_pieces<T>(shape) == nullptr) continue;
+    if (columns > tile.n && tile.n <= hopper::kMostOfNarrow) continue;
     Plan made = plan;
     made.shape = shape;
     made.tiling.tiles_m = ceil_div(rows, tile.m), made.tiling.tiles_n = ceil_div(columns, tile.n);
@@ -369,7 +371,7 @@ template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   const int64_t m = product.m, n = product.n, k = product.k;
   Plan chosen = remembered(m, n, k, device, [&] { return plan_in_two<T>(m, n, k, device); });
-  const Lies given = lies(product);
+  const Placement given = placement_of(product);
   if (chosen.rows + chosen.columns == 0 && given.key() != row_major<T>(m, n, k).key()) {
     const auto choose_tiles = [&] { return plan_wgmma<T>(m, n, k, device, given, {}, &chosen); };
     chosen = remembered(m, n, k, device, choose_tiles, 1 + given.key());

@@ -835,6 +835,7 @@ def test_sizes_that_say_nothing(given, message):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_changed_derivative_is_compiled_anew(tmp_path):
     """torch.compile keeps graphs on disk, in which an operator is only a name."""
     source = """

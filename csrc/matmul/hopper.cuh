@@ -5,7 +5,7 @@
 // Two numbers: a tile of 128 by 256 takes 65,536 operations and 768 bytes a step of k; at the chip's arithmetic rate
 // that is more than the L2 cache gives, so that two blocks share a tile of b.
 //
-// A block has one to three warpgroups that compute, 64 rows each, and another, of which one thread keeps the stages
+// A block has one to four warpgroups that compute, 64 rows each, and another, of which one thread keeps the stages
 // filled, or all do (pieces.cuh).
 // `full` and `empty` barriers pass a stage from one to the other and back. Blocks stay, and take tiles in turn, whose
 // results the accelerator stores while they go on; or those of a cluster take parts of k of one tile.
@@ -28,16 +28,20 @@ struct Tile {
   int m, n, cluster, blocks, boxes;
   double rate;
 };
-constexpr Tile kTiles[] = {{128, 256, 2, 1, 2, 3276}, {128, 256, 1, 1, 2, 3186}, {64, 128, 1, 2, 2, 1243},
-                           {128, 128, 1, 1, 2, 2848}, {64, 64, 1, 3, 1, 2933},   {128, 64, 1, 2, 1, 2601},
-                           {128, 128, 2, 1, 2, 3081}, {64, 128, 2, 2, 2, 2251},  {192, 192, 2, 1, 1, 3174},
-                           {256, 32, 1, 1, 1, 1752},  {64, 32, 1, 4, 1, 1455},   {128, 16, 1, 2, 1, 1067},
-                           {64, 16, 1, 4, 1, 686}};
+constexpr Tile kTiles[] = {
+    {128, 256, 2, 1, 2, 3276}, {128, 256, 1, 1, 2, 3186}, {128, 128, 1, 1, 2, 2848}, {64, 64, 1, 3, 1, 2933},
+    {128, 64, 1, 2, 1, 2601},  {128, 128, 2, 1, 2, 3081}, {64, 128, 2, 2, 2, 2251},  {192, 192, 2, 1, 1, 3174},
+    {256, 32, 1, 1, 1, 1752},  {64, 32, 1, 4, 1, 1455},   {128, 16, 1, 2, 1, 1067},  {64, 16, 1, 4, 1, 686},
+};
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
-constexpr int kSmall = 4;          // The smallest that is square.
-constexpr int kTall = 5;           // Two of them.
-constexpr int kNarrow = 10;        // The smallest for products with no more columns than it has.
-constexpr int kMostOfNarrow = 32;  // columns of tiles that only such products have
+constexpr int kMostOfNarrow = 32;  // columns of tiles that only products with no more columns have, or rows
+
+// The tile of m by n whose blocks work alone.
+constexpr int tile_of(int m, int n) {
+  int at = 0;
+  while (kTiles[at].m != m || kTiles[at].n != n || kTiles[at].cluster != 1) ++at;
+  return at;
+}
 
 // The swizzle repeats every 1,024 bytes. All stages of a multiprocessor take no more than so many bytes: with one more
 // of them, products over long k take up to 9% longer.

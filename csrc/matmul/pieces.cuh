@@ -126,11 +126,13 @@ void multiply_pieces(
 
 // What multiplies in pieces with tiles of a shape, if anything does.
 template <class T>
-auto run_of_pieces(int shape) -> decltype(&multiply_pieces<Hopper<T, kSmall>>) {
-  if (shape == kNarrow) return multiply_pieces<Hopper<T, kNarrow>>;
-  if (shape == kSmall) return multiply_pieces<Hopper<T, kSmall>>;
-  if (shape == kTall) return multiply_pieces<Hopper<T, kTall>>;
-  return nullptr;
+auto run_of_pieces(int shape) {
+  constexpr int kSmall = tile_of(64, 64), kTall = tile_of(128, 64), kNarrow = tile_of(64, 32);
+  constexpr decltype(&multiply_pieces<Hopper<T, kSmall>>) kNone = nullptr;
+  return shape == kNarrow  ? multiply_pieces<Hopper<T, kNarrow>>
+         : shape == kSmall ? multiply_pieces<Hopper<T, kSmall>>
+         : shape == kTall  ? multiply_pieces<Hopper<T, kTall>>
+                           : kNone;
 }
 
 }  // namespace extension_cpp::matmul::hopper

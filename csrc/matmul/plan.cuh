@@ -51,29 +51,31 @@ struct Costs {
   bool overlaps = true;            // Memory takes its time next to all else, not for the most part only.
   double pair = 0;                 // to start blocks that work on a tile together
   double exchange = 0;             // to add up sums in a cluster, for 1,024 elements of a tile
-  // How much longer it takes to read rows along k, and how much more if what a tile reads of other rows is a line of
-  // the cache, where rows begin with a line, with a sector, or with neither.
-  std::array<double, 3> along_k{1, 1, 1}, across{};
-  std::array<double, 3> store{};  // and how long to store such rows of the result, unless the factors are transposed
-  // How much longer memory takes to be written: by tiles below each other that are all there are, and if the factors
-  // are transposed, by some columns of tiles after others.
-  double rows_at_once = 0, columns_in_turn = 0;
-  double few = 0;  // as which power of their number memory is slower for few multiprocessors
+  // By alignment of rows: how much longer it takes to read a factor along k, and how much more one across, of which a
+  // tile has a line of the cache in each row; and what it takes to store the result, unless the plan is flipped.
+  std::array<double, 3> along_k{1, 1, 1}, across{}, store{};
+  // How much longer memory takes to be written: if all tiles are there at a time and not flipped, and if flipped ones
+  // come in turn, and lie side by side in more than one group of those.
+  double at_once = 0, in_turn = 0;
+  double few = 0;  // the power of the share of multiprocessors that read by which memory is slower
 };
 
-// How a matrix lies in memory: bytes from row to row, of a factor that lies along k or else across, or of the result.
+// Bytes from row to row of a matrix: of a factor that lies along k, or across, or of the result.
 struct Rows {
   int64_t bytes;
   bool along_k = true;
 
+  // Whether rows begin with a line of the cache, with a sector of it, or between.
   int alignment() const { return bytes % 128 == 0 ? 0 : bytes % 32 == 0 ? 1 : 2; }
 };
-struct Lies {
+
+// How the matrices of a product lie in memory.
+struct Placement {
   Rows a, b, c;
   bool reads_a = true, reads_b = true;  // The memory accelerator can.
-  int piece = 16;                       // The bytes that threads can.
+  int piece = 16;                       // bytes that threads can read at a time
 
-  Lies flipped() const { return {b, a, c, reads_b, reads_a, piece}; }
+  Placement flipped() const { return {b, a, c, reads_b, reads_a, piece}; }
   // What differs between the layouts of two products of the same sizes.
   int key() const {
     int key = piece;
@@ -120,9 +122,9 @@ inline double cube(double x) {
 template <size_t kCount>
 Plan plan(
     const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
-    const Device& device, bool adds_in_clusters, const Lies* lies = nullptr, bool flipped = false,
+    const Device& device, bool adds_in_clusters, const Placement* placement = nullptr, bool flipped = false,
     const Plan* same_parts = nullptr) {
-  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128, kColumns = 8;
+  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128;
   Plan best{0, {}, std::numeric_limits<double>::infinity()};
   for (size_t s = 0; s < kCount; ++s) {
     const TileModel& shape = shapes[s];
@@ -135,8 +137,8 @@ Plan plan(
       const double lines = static_cast<double>(of_tile * bytes) / kLine;
       return rows.along_k ? costs.along_k[rows.alignment()] : 1 + costs.across[rows.alignment()] / lines;
     };
-    const double of_a = lies == nullptr ? 1 : longer(lies->a, height);
-    const double of_b = lies == nullptr ? 1 : longer(lies->b, shape.n);
+    const double of_a = placement == nullptr ? 1 : longer(placement->a, height);
+    const double of_b = placement == nullptr ? 1 : longer(placement->b, shape.n);
     const double read =
         static_cast<double>(shape.k * bytes) * (std::min(m, shape.m) * of_a + std::min(n, shape.n) * of_b);
     const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
@@ -145,7 +147,7 @@ Plan plan(
     const double empty = static_cast<double>(height + shape.n - inside) / inside;
     const double twice = (tiling.tiles_n > 1 ? m * k : 0) + (tiling.tiles_m * shape.processors > 1 ? n * k : 0);
     const double moved = static_cast<double>(m * k + n * k + m * n) + costs.both * twice;
-    const double of_result = !flipped && lies != nullptr ? costs.store[lies->c.alignment()] : 0;
+    const double of_result = !flipped && placement != nullptr ? costs.store[placement->c.alignment()] : 0;
     for (int64_t splits = 1, next; splits <= kMostSplits; splits = next) {
       const int64_t steps = ceil_div(tiling.steps, splits);
       // Numbers of parts between the two would leave some empty.
@@ -175,8 +177,8 @@ Plan plan(
         double written = 0;
         if (splits == 1) {
           time += of_result;
-          written = !flipped ? (rounds == 1 ? costs.rows_at_once : 0)
-                             : (rounds > 1 && tiling.tiles_m > kColumns ? costs.columns_in_turn : 0);
+          written = flipped ? (rounds > 1 && tiling.tiles_m > TileOrder::kHeight ? costs.in_turn : 0)
+                            : (rounds == 1 ? costs.at_once : 0);
         }
         double at_least = (moved + written * static_cast<double>(m * n)) * bytes / costs.memory;
         at_least *= 1 + costs.outside * empty;

@@ -131,6 +131,8 @@ class TileOrder {
         steps_(tiling.steps),
         steps_per_split_(tiling.steps_per_split) {}
 
+  static constexpr int64_t kHeight = 8;
+
   uint32_t count, splits;
   bool in_cluster;
 
@@ -145,8 +147,6 @@ class TileOrder {
   }
 
  private:
-  static constexpr int64_t kHeight = 8;
-
   uint32_t last_group_;
   Divisor inner_, group_, height_, last_height_;
   int64_t steps_, steps_per_split_;

@@ -265,6 +265,7 @@ class TestPackage:
         lines = [set(tree[record].decode().splitlines()) for tree in (cpu, cuda)]
         assert lines[1] - lines[0] == {"extension_cpp/_C_cuda.so,,"} and not lines[0] - lines[1]
 
+    @pytest.mark.long
     def test_any_folder(self, small, monkeypatch):
         """With spaces in its path, from the build to the call; and the same bytes from another one.
 

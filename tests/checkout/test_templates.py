@@ -181,8 +181,8 @@ class TestDistribution:
         left_out = {"docs", "examples", "CONTRIBUTING.md", "copier.yml", "~[ _copier_conf.answers_file ]~"}
         assert there - here == left_out and here - there == {".copier-answers.yml"}
 
-    @pytest.mark.builds
-    @pytest.mark.parametrize("name", ["a_distribution_of_20", pytest.param("ops", marks=pytest.mark.long)])
+    @pytest.mark.long
+    @pytest.mark.parametrize("name", ["a_distribution_of_20", "ops"])
     def test_style_whatever_the_name(self, original, tmp_path, name):
         """With an operator of each shape and kind."""
         made = generate(original, tmp_path / name, name)
