@@ -45,15 +45,16 @@ bool lies_along_rows(const Factor<T>& factor) {
   return factor.outer == 1 && factor.inner != 1;
 }
 
-// Lets the tensor memory accelerator read both factors: those that it can't become copies that `memory` holds.
+// Lets the tensor memory accelerator read both factors: those that it can't become copies that `memory` holds, and so
+// does one that has to lie along k.
 template <class T>
 void make_readable(
-    Launch& launch, const View& like, const Device& device, Product<T, float>& product,
+    Launch& launch, const View& like, const Device& device, Product<T, float>& product, bool a_along_k, bool b_along_k,
     std::optional<Tensor> (&memory)[2]) {
   Pad pads[2] = {};
-  auto pad = [&](Factor<T>& factor, int64_t rows, Pad& copy, std::optional<Tensor>& memory) {
-    if (hopper::reads(factor, rows, product.k)) return;
-    const bool by_k = lies_along_rows(factor);
+  auto pad = [&](Factor<T>& factor, int64_t rows, bool along_k, Pad& copy, std::optional<Tensor>& memory) {
+    if (hopper::reads(factor, rows, product.k) && (factor.inner == 1 || !along_k)) return;
+    const bool by_k = !along_k && lies_along_rows(factor);
     copy = by_k ? Pad{product.k, rows, factor.inner, factor.outer} : Pad{rows, product.k, factor.outer, factor.inner};
     const int64_t stride = ceil_div(copy.columns, 8) * 8;
     memory = scratch(like, copy.rows * stride * static_cast<int64_t>(sizeof(T)));
@@ -61,8 +62,8 @@ void make_readable(
     copy.from = reinterpret_cast<const uint16_t*>(factor.data), copy.to = reinterpret_cast<uint16_t*>(to);
     factor = by_k ? Factor<T>{to, 1, stride} : Factor<T>{to, stride, 1};
   };
-  pad(product.a, product.m, pads[0], memory[0]);
-  pad(product.b, product.n, pads[1], memory[1]);
+  pad(product.a, product.m, a_along_k, pads[0], memory[0]);
+  pad(product.b, product.n, b_along_k, pads[1], memory[1]);
   const int64_t count = pads[0].chunks() + pads[1].chunks();
   if (count == 0) return;
   const bool squares = pads[0].in_squares() || pads[1].in_squares();
@@ -377,8 +378,12 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
     chosen = remembered(m, n, k, device, choose_tiles, 1 + given.key());
   }
   const bool in_pieces = makes_pieces(product, chosen, device);
+  // Short rows of a factor, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
+  constexpr int64_t kShort = 16, kCrowded = 1 << 22, kAsMuchAs = 2048;
+  const int64_t least = std::min(m, n);
+  const bool crowded = least < kShort && std::max(m, n) * (k + kAsMuchAs) >= kCrowded * least;
   std::optional<Tensor> memory[2];
-  if (!in_pieces) make_readable(launch, like, device, product, memory);
+  if (!in_pieces) make_readable(launch, like, device, product, crowded && m < n, crowded && m >= n, memory);
   const auto multiply = [&](const Product<T, float>& product, const Plan& plan) {
     with_splits(launch, like, product, device, plan, [&](const Product<T, float>& given, const Plan& plan) {
       using hopper::Hopper;
