@@ -375,8 +375,7 @@ __device__ __forceinline__ void store_group(
     const Product<T, float>& product, int64_t row, int64_t column, const float* sums) {
   const bool flipped = product.c_inner != 1;
   const int line = row_in_warp(), pair = static_cast<int>(threadIdx.x % 4) * 2;
-  const int64_t next = flipped ? product.c_outer : product.c_inner, i = row + (flipped ? pair : line);
-  const int64_t j = column + (flipped ? line : pair);
+  const int64_t i = row + (flipped ? pair : line), j = column + (flipped ? line : pair);
   const bool vectors = flipped ? product.has_columns(2) : product.has_vectors(2);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -391,7 +390,7 @@ __device__ __forceinline__ void store_group(
       T values[2];
       memcpy(values, &word, sizeof(word));
       to[0] = values[0];
-      if (flipped ? at + 1 < product.m : j + 1 < product.n) to[next] = values[1];
+      if (flipped ? at + 1 < product.m : j + 1 < product.n) to[1] = values[1];
     }
   }
 }

@@ -29,8 +29,8 @@ namespace extension_cpp::matmul {
 // A product to compute: m by n sums over k. Of a and b, rows_a and rows_b rows may be read: more than m and n of a copy
 // that is padded with zeros. Element (i, j) of the result is at c[i * c_outer + j * c_inner]. Where
 // `partial` is given, kernels leave c to sum_splits_kernel and write their sums, those of split s over a part of k, to
-// partial[(s * m + i) * partial_stride + j], where i and j are a row and a column of c; its rows are padded, so that
-// whole vectors are written and read.
+// partial[(s * m + i) * partial_stride + j], with m, i and j of the product that with_splits was given, even if a
+// kernel takes the transposed factors. Its rows are padded, so that whole vectors are written and read.
 template <class T, class V>
 struct Product {
   Factor<T> a, b;

@@ -202,12 +202,8 @@ __device__ __forceinline__ void wait_for_boxes() {
 template <bool kTransposed, int kRowBytes = 128>
 __device__ uint64_t describe(uint32_t at) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32);
-  constexpr uint64_t kSwizzle = uint64_t(
-                                    kRowBytes == 128  ? 1
-                                    : kRowBytes == 64 ? 2
-                                                      : 3)
-                                << 62,
-                     kStride = uint64_t(8 * kRowBytes / 16) << 32;
+  constexpr uint64_t kMode = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  constexpr uint64_t kSwizzle = kMode << 62, kStride = uint64_t(8 * kRowBytes / 16) << 32;
   constexpr uint64_t kLeading = uint64_t(kTransposed ? 64 * 128 / 16 : 1) << 16;
   return kSwizzle | kStride | kLeading | (at & 0x3ffff) >> 4;
 }
