@@ -7,6 +7,7 @@
 
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "matmul/copies.cuh"
 #include "matmul/direct.cuh"
@@ -178,234 +179,159 @@ void mma(Launch& launch, const View& like, const Product<T, float>& product, con
 }
 
 constexpr Costs kCostsOfHalves{
-    .block = 8.52,
-    .processor = 189,
-    .cache = 14056,
-    .pass = 1645,
-    .sums = 5308,
-    .cluster = 87,
-    .per_split = 25,
-    .per_group = 276,
-    .per_element = 0.0452,
-    .after = 0.711,
-    .per_part = 10,
-    .memory = 4036,
-    .outside = 0.307,
-    .both = 0.106,
-    .overlaps = false,
-    .pair = 30,
-    .exchange = 147,
-    .along_k = {1, 1.05, 1.85},
-    .across = {0, 0.51, 1.58},
-    .store = {0, 384, 1189},
-    .at_once = 0.125,
-    .in_turn = 0.0447,
-    .few = 0.156,
-};
-// The same where threads copy in pieces.
-constexpr Costs kCostsOfPieces{
-    .block = 88,
-    .processor = 117,
-    .cache = 1e9,
-    .pass = 3307,
-    .sums = 4254,
+    .block = 0,
+    .processor = 1e9,
+    .cache = 14880,
+    .pass = 1680,
+    .sums = 7949,
     .cluster = 0,
-    .per_split = 91,
-    .per_group = 710,
-    .per_element = 0.138,
-    .after = 0.853,
-    .per_part = 30.5,
-    .memory = 5015,
-    .outside = 1.5,
-    .both = 0.58,
+    .per_split = 40.4,
+    .per_group = 222,
+    .per_element = 0.0487,
+    .after = 0.691,
+    .per_part = 6.62,
+    .memory = 4409,
+    .outside = 0.297,
+    .both = 0.0352,
     .overlaps = false,
-    .along_k = {1, 1.64, 1.64},
-    .across = {0, 0.64, 0.64},
+    .exchange = 36.9,
+    .along_k = {1, 1.67, 1.83},
+    .across = {0, 0, 1.82},
+    .at_once = 0.292,
+    .few = 0.0918,
 };
-constexpr double kStartOfHalves = 1700;  // of what doesn't copy in pieces
-constexpr double kBytesOfPiece = 3.4;    // that threads which copy in pieces read, a nanosecond of a multiprocessor
+constexpr double kStartOfHalves = 2460, kBytesOfCopies = 1586;
 
-// Nanoseconds that it takes to copy so many elements first.
-double time_of_copies(double elements) {
-  constexpr double kLaunch = 2500, kBytesOfCopy = 600, kElement = 2;
-  return elements == 0 ? 0 : kLaunch + elements * kElement / kBytesOfCopy;
+// The same where threads copy pieces of so many bytes.
+constexpr Costs costs_of_pieces(int piece) {
+  constexpr double kBytesOfPiece = 5.85;
+  Costs costs = kCostsOfHalves;
+  costs.processor = piece * kBytesOfPiece, costs.per_element = 0.158;
+  costs.along_k = {1, 1, 2.51}, costs.across = {0, 0.398, 1.3};
+  costs.at_once = 0;
+  return costs;
 }
-
-// Nanoseconds by which threads that copy a plan's tiles in pieces are slower than the memory accelerator.
-double time_of_pieces(const Plan& plan, int piece, const Device& device) {
-  const hopper::Tile& tile = hopper::kTiles[plan.shape];
-  const int64_t steps = ceil_div(plan.tiling.count(), device.processors) * plan.tiling.steps_per_split;
-  return static_cast<double>(steps * (tile.m + tile.n) * hopper::kRow) *
-         (1 / (piece * kBytesOfPiece) - 1 / kCostsOfPieces.processor);
-}
+constexpr double kStartOfPieces = 1530;
 
 // How a factor of `rows` rows lies, or its copy if the memory accelerator can't read it.
 template <class T>
 Rows rows_of(const Factor<T>& factor, int64_t rows, int64_t k) {
   constexpr int64_t kSize = sizeof(T);
   if (hopper::reads(factor, rows, k)) {
-    return factor.inner == 1 ? Rows{factor.outer * kSize} : Rows{factor.inner * kSize, false};
+    return factor.inner == 1 ? Rows{factor.outer * kSize, true} : Rows{factor.inner * kSize, false};
   }
   const bool along_k = !lies_along_rows(factor);
   return {ceil_div(along_k ? k : rows, 8) * 8 * kSize, along_k};
 }
 
 template <class T>
-Placement placement_of(const Product<T, float>& product) {
-  const int64_t k = product.k;
+Placement placement_of(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k) {
   return {
-      rows_of(product.a, product.m, k),
-      rows_of(product.b, product.n, k),
-      {product.n * static_cast<int64_t>(sizeof(T))},
-      hopper::reads(product.a, product.m, k),
-      hopper::reads(product.b, product.n, k),
-      std::min(piece_of(product.a), piece_of(product.b))};
+      rows_of(a, m, k), rows_of(b, n, k), hopper::reads(a, m, k), hopper::reads(b, n, k),
+      std::min(piece_of(a), piece_of(b))};
 }
 
-// What plans are made for, unless they only choose tiles: parts of k, and so the bits, follow from the sizes alone.
-template <class T>
-Placement row_major(int64_t m, int64_t n, int64_t k) {
-  return placement_of<T>({.a = {nullptr, k, 1}, .b = {nullptr, 1, n}, .m = m, .n = n, .k = k});
-}
-
-// Of the product or of the transposed factors, with one of the tiles, or any; or only those that have the parts of k of
-// a plan.
-template <class T>
-Plan plan_wgmma(
-    int64_t m, int64_t n, int64_t k, const Device& device, const Placement& placement, std::optional<int> only = {},
-    const Plan* same_parts = nullptr) {
-  Plan best{0, {}, std::numeric_limits<double>::infinity()};
-  const auto consider = [&](int shape, bool flipped, const Costs& costs, double before) {
-    const auto [tile_m, tile_n, cluster, blocks, boxes, rate] = hopper::kTiles[shape];
-    const TileModel one[] = {{tile_m * cluster, tile_n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster}};
-    const Placement given = flipped ? placement.flipped() : placement;
-    Plan made =
-        plan(one, costs, flipped ? n : m, flipped ? m : n, k, sizeof(T), device, true, &given, flipped, same_parts);
-    made.shape = shape, made.nanoseconds += before, made.flipped = flipped;
-    if (made.nanoseconds < best.nanoseconds) best = made;
+// The plans of a product, but for its parts of k.
+struct Candidates {
+  struct Candidate {
+    Plan plan;
+    double before;  // nanoseconds until it starts
+    Estimate estimate;
   };
-  // Either factor is copied first, if the memory accelerator can't read it, or in pieces.
-  const double copies =
-      kStartOfHalves + time_of_copies((placement.reads_a ? 0 : m * k) + (placement.reads_b ? 0 : k * n));
-  const int piece = placement.piece;
-  Costs of_pieces = kCostsOfPieces;
-  of_pieces.processor = std::min(of_pieces.processor, piece * kBytesOfPiece);
+  std::vector<Candidate> all;
+
+  // The fastest with parts of so many steps.
+  Plan best(int64_t steps, bool in_cluster) const {
+    Plan best{0, {}, std::numeric_limits<double>::infinity()};
+    for (const Candidate& candidate : all) {
+      const double time = candidate.before + candidate.estimate(steps, in_cluster);
+      if (time >= best.nanoseconds) continue;
+      best = candidate.plan;
+      best.nanoseconds = time, best.tiling = candidate.estimate.tiling(steps), best.in_cluster = in_cluster;
+    }
+    return best;
+  }
+};
+
+// With every tile, of the product and of the transposed factors. A factor that the memory accelerator can't read is
+// copied first, or by threads, in pieces.
+template <class T>
+Candidates candidates(int64_t m, int64_t n, int64_t k, const Device& device, const Placement& placement) {
+  static constexpr Costs kOfPieces[] = {costs_of_pieces(4), costs_of_pieces(8)};
   constexpr int64_t kFew = 1 << 18;  // of a result that threads store one by one
   const bool narrow = std::min(m, n) <= hopper::kMostOfNarrow, may_flip = n % 8 == 0 || m * n <= kFew;
+  const double copied = (placement.reads_a ? 0 : m * k) + (placement.reads_b ? 0 : k * n);
+  const double copies = copied * sizeof(T) / kBytesOfCopies;
+  Candidates result;
+  result.all.reserve(3 * hopper::kTileCount);
   for (int shape = 0; shape < hopper::kTileCount; ++shape) {
-    const int columns = hopper::kTiles[shape].n;
-    if (only.has_value() ? shape != only : narrow != (columns <= hopper::kMostOfNarrow)) continue;
+    const auto [tile_m, tile_n, cluster, blocks, boxes, rate] = hopper::kTiles[shape];
+    if (narrow != (tile_n <= hopper::kMostOfNarrow)) continue;
+    const TileModel model{tile_m * cluster, tile_n, hopper::kInRow<T>, 4, blocks, rate * cluster, 4, cluster};
     for (const bool flipped : {false, true}) {
-      if (narrow ? (flipped ? m : n) > columns : flipped && !may_flip) continue;
-      consider(shape, flipped, kCostsOfHalves, copies);
-      if (piece < 16 && piece > 0 && hopper::run_of_pieces<T>(shape) != nullptr) consider(shape, flipped, of_pieces, 0);
+      if (narrow ? (flipped ? m : n) > tile_n : flipped && !may_flip) continue;
+      const Placement given = flipped ? placement.flipped() : placement;
+      const auto add = [&](const Costs& costs, double before, bool in_pieces) {
+        const Plan plan{.shape = shape, .flipped = flipped, .in_pieces = in_pieces};
+        const int64_t rows = flipped ? n : m, columns = flipped ? m : n;
+        result.all.push_back(
+            {plan, before, Estimate(model, costs, rows, columns, k, sizeof(T), device, true, &given, flipped)});
+      };
+      add(kCostsOfHalves, kStartOfHalves + copies, false);
+      const bool of_pieces = placement.piece == 4 || placement.piece == 8;
+      if (of_pieces && hopper::run_of_pieces<T>(shape) != nullptr) {
+        add(kOfPieces[placement.piece / 8], kStartOfPieces, true);
+      }
     }
   }
-  return best;
+  return result;
 }
 
+// Parts of k, and so the bits, follow from the sizes alone: they are those with which the product takes the least time
+// where both factors lie along k, and where both lie across, by the product of the two times.
 template <class T>
-Plan plan_row_major(int64_t m, int64_t n, int64_t k, const Device& device, std::optional<int> only = {}) {
-  return plan_wgmma<T>(m, n, k, device, row_major<T>(m, n, k), only);
-}
-
-// Where the last tiles would leave most processors idle, the plan is of the first rows or columns, as many as give all
-// of them tiles to the end. The others have a plan of their own, with other tiles or parts of k.
-template <class T>
-Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
-  constexpr double kLaunch = 3000, kWorth = 0.95, kLeast = 15000, kFastest = 3600;
-  Plan best = plan_row_major<T>(m, n, k, device);
-  const bool narrow = std::min(m, n) <= hopper::kMostOfNarrow;
-  if (best.nanoseconds < kLeast || narrow || (k | n) % 8 != 0) return best;
-  double least = kWorth * best.nanoseconds;
-  for (int shape = 0; shape < hopper::kTileCount; ++shape) {
-    const hopper::Tile& tile = hopper::kTiles[shape];
-    if (tile.n <= hopper::kMostOfNarrow) continue;
-    const int64_t at_a_time = device.processors / tile.cluster * tile.blocks, height = tile.m * tile.cluster;
-    for (const bool of_rows : {true, false}) {
-      const int64_t size = of_rows ? height : tile.n, across = of_rows ? ceil_div(n, tile.n) : ceil_div(m, height);
-      const int64_t whole = of_rows ? m : n, rounds = across * ceil_div(whole, size) / at_a_time;
-      const int64_t first = rounds * at_a_time / across * size, left = whole - first;
-      if (first == 0 || left <= 0) continue;
-      Plan made = plan_row_major<T>(of_rows ? first : m, of_rows ? n : first, k, device, shape);
-      made.nanoseconds += kLaunch;
-      const double others = of_rows ? n : m;
-      if (made.nanoseconds + left * others * k / (kFastest * device.processors) >= least) continue;
-      const int64_t rows_left = of_rows ? left : m, columns_left = of_rows ? n : left;
-      made.nanoseconds += plan_row_major<T>(rows_left, columns_left, k, device).nanoseconds;
-      if (made.nanoseconds >= least) continue;
-      best = made, least = made.nanoseconds;
-      (of_rows ? best.rows : best.columns) = first;
+Plan plan_wgmma(int64_t m, int64_t n, int64_t k, const Device& device, const Placement& placement) {
+  const auto of = [&](const Factor<T>& a, const Factor<T>& b) {
+    return candidates<T>(m, n, k, device, placement_of(a, b, m, n, k));
+  };
+  const Candidates along_k = of({nullptr, k, 1}, {nullptr, k, 1}), across = of({nullptr, 1, m}, {nullptr, 1, n});
+  double least = std::numeric_limits<double>::infinity();
+  int64_t steps = 0;
+  bool in_cluster = false;
+  for_parts(ceil_div(k, hopper::kInRow<T>), [&](int64_t of_part) {
+    const auto time = [&](bool in_cluster) {
+      return along_k.best(of_part, in_cluster).nanoseconds * across.best(of_part, in_cluster).nanoseconds;
+    };
+    const double by_pass = time(false), of_cluster = time(true);
+    if (std::min(by_pass, of_cluster) < least) {
+      least = std::min(by_pass, of_cluster), steps = of_part, in_cluster = of_cluster <= by_pass;
     }
-  }
-  return best;
-}
-
-// Whether threads copy the tiles of a plan in pieces, as that takes less time than copying what the memory accelerator
-// can't read. Plans don't depend on layouts: a large factor may be one of those, where the plan's tiles can't be copied
-// in pieces, so that it then has other tiles, with the same parts of k.
-template <class T>
-bool makes_pieces(const Product<T, float>& product, Plan& plan, const Device& device) {
-  const int piece = std::min(piece_of(product.a), piece_of(product.b));
-  if (piece == 0 || plan.rows + plan.columns != 0) return false;
-  const int64_t of_a = hopper::reads(product.a, product.m, product.k) ? 0 : product.m * product.k;
-  const int64_t of_b = hopper::reads(product.b, product.n, product.k) ? 0 : product.n * product.k;
-  const double copies = time_of_copies(of_a + of_b);
-  if (hopper::run_of_pieces<T>(plan.shape) != nullptr) return time_of_pieces(plan, piece, device) < copies;
-  std::optional<Plan> best;
-  for (int shape = 0; shape < hopper::kTileCount; ++shape) {
-    const hopper::Tile& tile = hopper::kTiles[shape];
-    const int64_t rows = plan.flipped ? product.n : product.m, columns = plan.flipped ? product.m : product.n;
-    if (hopper::run_of_pieces<T>(shape) == nullptr) continue;
-    if (columns > tile.n && tile.n <= hopper::kMostOfNarrow) continue;
-    Plan made = plan;
-    made.shape = shape;
-    made.tiling.tiles_m = ceil_div(rows, tile.m), made.tiling.tiles_n = ceil_div(columns, tile.n);
-    made.nanoseconds += time_of_pieces(made, piece, device);
-    if (made.nanoseconds < (best ? best->nanoseconds : plan.nanoseconds + copies)) best = made;
-  }
-  if (best) plan = *best;
-  return best.has_value();
+    return std::isfinite(by_pass);
+  });
+  return candidates<T>(m, n, k, device, placement).best(steps, in_cluster);
 }
 
 template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   const int64_t m = product.m, n = product.n, k = product.k;
-  Plan chosen = remembered(m, n, k, device, [&] { return plan_in_two<T>(m, n, k, device); });
-  const Placement given = placement_of(product);
-  if (chosen.rows + chosen.columns == 0 && given.key() != row_major<T>(m, n, k).key()) {
-    const auto choose_tiles = [&] { return plan_wgmma<T>(m, n, k, device, given, {}, &chosen); };
-    chosen = remembered(m, n, k, device, choose_tiles, 1 + given.key());
-  }
-  const bool in_pieces = makes_pieces(product, chosen, device);
+  const Placement given = placement_of(product.a, product.b, m, n, k);
+  const Plan chosen =
+      remembered(m, n, k, device, [&] { return plan_wgmma<T>(m, n, k, device, given); }, given.key());
   // Short rows of a factor, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
   constexpr int64_t kShort = 16, kCrowded = 1 << 22, kAsMuchAs = 2048;
   const int64_t least = std::min(m, n);
   const bool crowded = least < kShort && std::max(m, n) * (k + kAsMuchAs) >= kCrowded * least;
   std::optional<Tensor> memory[2];
-  if (!in_pieces) make_readable(launch, like, device, product, crowded && m < n, crowded && m >= n, memory);
-  const auto multiply = [&](const Product<T, float>& product, const Plan& plan) {
-    with_splits(launch, like, product, device, plan, [&](const Product<T, float>& given, const Plan& plan) {
-      using hopper::Hopper;
-      const Product<T, float> p = plan.flipped ? given.swapped() : given;
-      if (in_pieces) return hopper::run_of_pieces<T>(plan.shape)(launch, p, plan.tiling, device.processors);
-      [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
-        constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
-        kRuns[plan.shape](launch, p, plan.tiling, device.processors);
-      }(std::make_integer_sequence<int, hopper::kTileCount>());
-    });
-  };
-  Product<T, float> first = product, rest = product;
-  if (chosen.rows != 0) {
-    first.m = chosen.rows, rest = product.below(chosen.rows);
-  } else if (chosen.columns != 0) {
-    first.n = chosen.columns, rest = product.swapped().below(chosen.columns).swapped();
-  } else {
-    return multiply(product, chosen);
-  }
-  multiply(first, chosen);
-  const int64_t rows = rest.m, columns = rest.n;
-  multiply(rest, remembered(rows, columns, k, device, [&] { return plan_row_major<T>(rows, columns, k, device); }));
+  if (!chosen.in_pieces) make_readable(launch, like, device, product, crowded && m < n, crowded && m >= n, memory);
+  with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& given, const Plan& plan) {
+    using hopper::Hopper;
+    const Product<T, float> p = plan.flipped ? given.swapped() : given;
+    if (plan.in_pieces) return hopper::run_of_pieces<T>(plan.shape)(launch, p, plan.tiling, device.processors);
+    [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
+      constexpr decltype(&hopper::multiply<Hopper<T, 0>>) kRuns[] = {hopper::multiply<Hopper<T, kTile>>...};
+      kRuns[plan.shape](launch, p, plan.tiling, device.processors);
+    }(std::make_integer_sequence<int, hopper::kTileCount>());
+  });
 }
 
 template <class T, class V>

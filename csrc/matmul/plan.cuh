@@ -49,33 +49,30 @@ struct Costs {
   double outside = 0;              // how much longer memory takes if tiles are twice as large as what they have to read
   double both = 0;                 // or for a factor that several tiles read, in both parts of the L2 cache
   bool overlaps = true;            // Memory takes its time next to all else, not for the most part only.
-  double pair = 0;                 // to start blocks that work on a tile together
   double exchange = 0;             // to add up sums in a cluster, for 1,024 elements of a tile
   // By alignment of rows: how much longer it takes to read a factor along k, and how much more one across, of which a
-  // tile has a line of the cache in each row; and what it takes to store the result, unless the plan is flipped.
-  std::array<double, 3> along_k{1, 1, 1}, across{}, store{};
-  // How much longer memory takes to be written: if all tiles are there at a time and not flipped, and if flipped ones
-  // come in turn, and lie side by side in more than one group of those.
-  double at_once = 0, in_turn = 0;
-  double few = 0;  // the power of the share of multiprocessors that read by which memory is slower
+  // tile has a line of the cache in each row.
+  std::array<double, 3> along_k{1, 1, 1}, across{};
+  double at_once = 0;  // how much longer memory takes to be written if all tiles are there at a time and not flipped
+  double few = 0;      // the power of the share of multiprocessors that read by which memory is slower
 };
 
-// Bytes from row to row of a matrix: of a factor that lies along k, or across, or of the result.
+// Bytes from row to row of a factor, which lies along k or across.
 struct Rows {
   int64_t bytes;
-  bool along_k = true;
+  bool along_k;
 
   // Whether rows begin with a line of the cache, with a sector of it, or between.
   int alignment() const { return bytes % 128 == 0 ? 0 : bytes % 32 == 0 ? 1 : 2; }
 };
 
-// How the matrices of a product lie in memory.
+// How the factors of a product lie in memory.
 struct Placement {
-  Rows a, b, c;
+  Rows a, b;
   bool reads_a = true, reads_b = true;  // The memory accelerator can.
   int piece = 16;                       // bytes that threads can read at a time
 
-  Placement flipped() const { return {b, a, c, reads_b, reads_a, piece}; }
+  Placement flipped() const { return {b, a, reads_b, reads_a, piece}; }
   // What differs between the layouts of two products of the same sizes.
   int key() const {
     int key = piece;
@@ -92,12 +89,7 @@ struct Plan {
   double nanoseconds;
   bool in_cluster = false;  // The parts of k are a cluster's blocks.
   bool flipped = false;     // The plan is of the transposed factors.
-  // If not 0, the plan is only of the first so many rows or columns. Those behind them have a plan of their own.
-  int64_t rows = 0, columns = 0;
-
-  bool has_parts(int64_t steps, bool of_cluster) const {
-    return tiling.steps_per_split == steps && in_cluster == of_cluster;
-  }
+  bool in_pieces = false;   // Threads copy the tiles, not the memory accelerator.
 };
 
 // How many clusters of `size` blocks run at a time, a block a multiprocessor: as many as the driver says of an H200,
@@ -112,26 +104,22 @@ inline double time_of_memory(int64_t m, int64_t n, int64_t k, int64_t bytes) {
   return static_cast<double>(m * k + n * k + m * n) * bytes / kBytesOfDevice;
 }
 
-inline double cube(double x) {
-  return x * x * x;
-}
-
-// The tiles and splits that should take the least time, for a product that is `flipped` if its m was n, or of those
-// tiles that have the same parts of k as a plan. Splitting k fills a device that there are too few tiles for, and costs
-// the time to add up the sums: in a cluster of the tile's blocks, if the kernel does that, or by another pass.
-template <size_t kCount>
-Plan plan(
-    const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
-    const Device& device, bool adds_in_clusters, const Placement* placement = nullptr, bool flipped = false,
-    const Plan* same_parts = nullptr) {
-  constexpr int64_t kMostSplits = 512, kLeastSteps = 2, kLeastDepth = 64, kLine = 128;
-  Plan best{0, {}, std::numeric_limits<double>::infinity()};
-  for (size_t s = 0; s < kCount; ++s) {
-    const TileModel& shape = shapes[s];
-    if (shape.shared_bytes > device.shared_bytes) continue;
-    Tiling tiling{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0};
-    const double tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
-    const double most = 2.2 * device.processors * shape.blocks / shape.processors;
+// How long a product takes with tiles of a shape, for parts of k of any size: an estimate. The product is `flipped` if
+// its m was n.
+class Estimate {
+ public:
+  Estimate(
+      const TileModel& shape, const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes, const Device& device,
+      bool adds_in_clusters, const Placement* placement = nullptr, bool flipped = false)
+      : shape_(shape),
+        costs_(costs),
+        bytes_(bytes),
+        processors_(device.processors),
+        fits_clusters_(adds_in_clusters && device.has_clusters() && shape.processors == 1),
+        flipped_(flipped),
+        tiling_{ceil_div(m, shape.m), ceil_div(n, shape.n), ceil_div(k, shape.k), 0},
+        result_(static_cast<double>(m) * n) {
+    constexpr int64_t kLine = 128;
     const int64_t height = shape.m / shape.processors;
     const auto longer = [&](const Rows& rows, int64_t of_tile) {
       const double lines = static_cast<double>(of_tile * bytes) / kLine;
@@ -139,65 +127,94 @@ Plan plan(
     };
     const double of_a = placement == nullptr ? 1 : longer(placement->a, height);
     const double of_b = placement == nullptr ? 1 : longer(placement->b, shape.n);
-    const double read =
-        static_cast<double>(shape.k * bytes) * (std::min(m, shape.m) * of_a + std::min(n, shape.n) * of_b);
-    const double of_block = costs.per_element * static_cast<double>(shape.m * shape.n) / shape.processors;
+    read_ = static_cast<double>(shape.k * bytes) * (std::min(m, shape.m) * of_a + std::min(n, shape.n) * of_b);
     // Rows of a stage that lie outside of the matrices could be other ones on their way.
     const int64_t inside = std::min(m, height) + std::min(n, shape.n);
-    const double empty = static_cast<double>(height + shape.n - inside) / inside;
-    const double twice = (tiling.tiles_n > 1 ? m * k : 0) + (tiling.tiles_m * shape.processors > 1 ? n * k : 0);
-    const double moved = static_cast<double>(m * k + n * k + m * n) + costs.both * twice;
-    const double of_result = !flipped && placement != nullptr ? costs.store[placement->c.alignment()] : 0;
-    for (int64_t splits = 1, next; splits <= kMostSplits; splits = next) {
-      const int64_t steps = ceil_div(tiling.steps, splits);
-      // Numbers of parts between the two would leave some empty.
-      next = std::max(splits + 1, ceil_div(tiling.steps, std::max<int64_t>(steps - 1, 1)));
-      const bool deep = steps >= kLeastSteps && steps * shape.k >= kLeastDepth;
-      if (splits > 1 && (!deep || tiles * splits > most)) break;
-      const bool fits_cluster =
-          adds_in_clusters && device.has_clusters() && shape.processors == 1 && splits > 1 && splits <= kMostInCluster;
-      for (const bool in_cluster : {true, false}) {
-        if (in_cluster && !fits_cluster) continue;
-        if (same_parts != nullptr && !same_parts->has_parts(steps, in_cluster)) continue;
-        double turns = std::ceil(tiles * splits / (device.processors / shape.processors));
-        if (in_cluster) {
-          // Those that find no free multiprocessors share some.
-          const int64_t at_a_time = clusters_at_a_time(device.processors, splits), count = static_cast<int64_t>(tiles);
-          const int64_t whole = (count - 1) / (at_a_time * shape.blocks);
-          const int64_t last = ceil_div(count - whole * at_a_time * shape.blocks, at_a_time);
-          turns = std::max(turns, static_cast<double>(whole * shape.blocks + last));
-        }
-        const double busy = std::min(1.0, std::min<double>(turns, shape.blocks) * shape.warps / shape.enough_warps);
-        const double step =
-            std::max(shape.m * shape.n * shape.k / shape.rate, read / (costs.processor * shape.processors)) / busy;
-        double time = std::max(turns * steps * step, tiles * splits * steps * read / costs.cache);
-        const double rounds = std::ceil(turns / shape.blocks);
-        const double stored = 1 + (rounds - 1) * (1 + costs.after * (shape.blocks - 1));
-        time += rounds * (costs.block + (shape.processors > 1 ? costs.pair : 0)) + stored * of_block;
-        double written = 0;
-        if (splits == 1) {
-          time += of_result;
-          written = flipped ? (rounds > 1 && tiling.tiles_m > TileOrder::kHeight ? costs.in_turn : 0)
-                            : (rounds == 1 ? costs.at_once : 0);
-        }
-        double at_least = (moved + written * static_cast<double>(m * n)) * bytes / costs.memory;
-        at_least *= 1 + costs.outside * empty;
-        const double active = tiles * splits * shape.processors / device.processors;
-        if (active < 1) at_least *= std::pow(active, -costs.few);
-        time = costs.overlaps ? std::max(time, at_least) : std::cbrt(cube(time) + cube(at_least));
-        if (in_cluster) {
-          const double groups = static_cast<double>(ceil_div(ceil_div(shape.n, 8), splits));
-          const double sums = static_cast<double>(shape.m * shape.n) / 1024 * (splits - 1) / splits;
-          time += costs.cluster + (costs.per_split * splits + costs.per_group * groups + costs.exchange * sums) * turns;
-        } else if (splits > 1) {
-          time += costs.pass + costs.per_part * splits + (8.0 * splits + bytes) * m * n / costs.sums;
-        }
-        if (time < best.nanoseconds) {
-          tiling.steps_per_split = steps;
-          best = {static_cast<int>(s), tiling, time, in_cluster};
-        }
-      }
+    emptier_ = 1 + costs.outside * static_cast<double>(height + shape.n - inside) / inside;
+    const double twice = (tiling_.tiles_n > 1 ? m * k : 0) + (tiling_.tiles_m * shape.processors > 1 ? n * k : 0);
+    moved_ = static_cast<double>(m * k + n * k + m * n) + costs.both * twice;
+  }
+
+  Tiling tiling(int64_t steps) const { return {tiling_.tiles_m, tiling_.tiles_n, tiling_.steps, steps}; }
+
+  // Nanoseconds with parts of so many steps, whose sums are added up in a cluster of the tile's blocks or by another
+  // pass; infinite where parts would be too short, or more than fill the device.
+  double operator()(int64_t steps, bool in_cluster) const {
+    constexpr int64_t kLeastSteps = 2, kLeastDepth = 64;
+    constexpr double kNever = std::numeric_limits<double>::infinity();
+    const int64_t splits = ceil_div(tiling_.steps, steps), device = processors_ / shape_.processors;
+    const double tiles = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n, count = tiles * splits;
+    const bool fills = count > 2.2 * processors_ * shape_.blocks / shape_.processors;
+    if (splits > 1 && (fills || steps < kLeastSteps || steps * shape_.k < kLeastDepth)) return kNever;
+    if (in_cluster && !(fits_clusters_ && splits > 1 && splits <= kMostInCluster)) return kNever;
+    double turns = std::ceil(count / device);
+    if (in_cluster) {
+      // Those that find no free multiprocessors share some.
+      const int64_t at_a_time = clusters_at_a_time(processors_, splits), all = at_a_time * shape_.blocks;
+      const int64_t whole = (static_cast<int64_t>(tiles) - 1) / all;
+      const int64_t last = ceil_div(static_cast<int64_t>(tiles) - whole * all, at_a_time);
+      turns = std::max(turns, static_cast<double>(whole * shape_.blocks + last));
     }
+    const double busy = std::min(1.0, std::min<double>(turns, shape_.blocks) * shape_.warps / shape_.enough_warps);
+    const double multiplied = shape_.m * shape_.n * shape_.k / shape_.rate;
+    const double step = std::max(multiplied, read_ / (costs_.processor * shape_.processors)) / busy;
+    double time = std::max(turns * steps * step, count * steps * read_ / costs_.cache);
+    const double rounds = std::ceil(turns / shape_.blocks);
+    const double stored = 1 + (rounds - 1) * (1 + costs_.after * (shape_.blocks - 1));
+    const double elements = static_cast<double>(shape_.m * shape_.n);
+    time += rounds * costs_.block + stored * costs_.per_element * elements / shape_.processors;
+    const double written = splits == 1 && !flipped_ && rounds == 1 ? costs_.at_once * result_ : 0;
+    double at_least = (moved_ + written) * bytes_ / costs_.memory * emptier_;
+    if (count < device) at_least *= std::pow(count / device, -costs_.few);
+    time = costs_.overlaps ? std::max(time, at_least) : std::sqrt(time * time + at_least * at_least);
+    if (in_cluster) {
+      const double groups = static_cast<double>(ceil_div(ceil_div(shape_.n, 8), splits));
+      const double sums = elements / 1024 * (splits - 1) / splits;
+      return time + costs_.cluster +
+             (costs_.per_split * splits + costs_.per_group * groups + costs_.exchange * sums) * turns;
+    }
+    if (splits == 1) return time;
+    return time + costs_.pass + costs_.per_part * splits + (8.0 * splits + bytes_) * result_ / costs_.sums;
+  }
+
+ private:
+  TileModel shape_;
+  const Costs& costs_;
+  int64_t bytes_, processors_;
+  bool fits_clusters_, flipped_;
+  Tiling tiling_;
+  double result_, read_, emptier_, moved_;
+};
+
+// Calls f for numbers of steps of a part, from all steps on, until it returns false. Of many parts not every number is
+// tried.
+template <class Function>
+void for_parts(int64_t steps, const Function& f) {
+  constexpr int64_t kMost = 512, kEvery = 8;
+  for (int64_t splits = 1; splits <= kMost;) {
+    const int64_t of_part = ceil_div(steps, splits);
+    if (!f(of_part)) return;
+    // Numbers of parts between the two would leave some empty.
+    splits = std::max(splits + std::max<int64_t>(splits / kEvery, 1), ceil_div(steps, std::max<int64_t>(of_part - 1, 1)));
+  }
+}
+
+// The tiles and parts of k that should take the least time. Splitting k fills a device that there are too few tiles
+// for, and costs the time to add up the sums.
+template <size_t kCount>
+Plan plan(
+    const TileModel (&shapes)[kCount], const Costs& costs, int64_t m, int64_t n, int64_t k, int64_t bytes,
+    const Device& device, bool adds_in_clusters) {
+  Plan best{0, {}, std::numeric_limits<double>::infinity()};
+  for (size_t s = 0; s < kCount; ++s) {
+    if (shapes[s].shared_bytes > device.shared_bytes) continue;
+    const Estimate estimate(shapes[s], costs, m, n, k, bytes, device, adds_in_clusters);
+    for_parts(ceil_div(k, shapes[s].k), [&](int64_t steps) {
+      const double by_pass = estimate(steps, false), in_cluster = estimate(steps, true);
+      const double time = std::min(by_pass, in_cluster);
+      if (time < best.nanoseconds) best = {static_cast<int>(s), estimate.tiling(steps), time, in_cluster <= by_pass};
+      return std::isfinite(by_pass);
+    });
   }
   return best;
 }
