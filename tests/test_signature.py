@@ -230,6 +230,10 @@ WRONG = [
     ("a: ...; b: ... -> ... as z", "its signature names no argument 'z'"),
     ("a: ... of float31; b: ... -> ...", "its signature has no dtype 'float31'"),
     ("a: ... of float32 as a; b: ... -> ...", "its signature has no dtype 'float32 as a'"),
+    (
+        "a: ...; b: ... as a of float32 -> ...",
+        "its signature must have 'as' or 'of' for an argument, not both, got 'b: ... as a of float32'",
+    ),
     ("a: ...; b: ... -> ... of float31", "its signature has no dtype 'float31'"),
     ("a: ...; b: ... -> ... of floating", "its signature has no dtype 'floating'"),
     ("a: ...; b: ... -> ... of float32|float64", "its signature has no dtype 'float32|float64'"),
@@ -243,7 +247,19 @@ WRONG = [
     ("a: M; b: M -> K", "its signature must say 'K' of an argument"),
     ("a: M; b: M -> M*K", "its signature must say 'K' of an argument before 'M*K'"),
     ("a: M+1; b: M -> M", "its signature must say 'M' of an argument before 'M+1'"),
-    ("a: M | M+1; b: M -> M", "its signature must say 'M' of an argument before 'M+1'"),
+    ("a: M N | M+1; b: M -> M", "its signature must say 'M' of an argument before 'M+1'"),
+    *(
+        (
+            f"a: {shapes}; b: ... -> ...",
+            f"its signature must have alternatives of different numbers of dimensions, got {words}",
+        )
+        for shapes, words in (
+            ("M N | N M", "(M, N) | (N, M)"),
+            ("3 | M 4 | M", "(3,) | (M, 4) | (M,)"),
+            ("... M | M", "(..., M) | (M,)"),
+            ("... | ...", "(...,) | (...,)"),
+        )
+    ),
     ("a: M; b: M -> ... M", "its signature must say '...' of an argument"),
     ("a: M where 1 <= K; b: M -> M", "its signature must say 'K' of an argument"),
     *(

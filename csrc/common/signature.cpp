@@ -246,6 +246,20 @@ detail::Pattern Operator::read_pattern(std::string_view text, bool result) {
   return pattern;
 }
 
+// A tensor's number of dimensions says which of the alternatives it has: one with "..." takes what is left.
+void Operator::require_different(const std::vector<detail::Pattern>& alternatives) const {
+  std::string shapes;
+  bool differ = true;
+  for (size_t i = 0; i < alternatives.size(); ++i) {
+    shapes += (i == 0 ? "" : " | ") + alternatives[i].text;
+    for (size_t j = 0; j < i; ++j) {
+      const bool same = alternatives[i].sizes.size() == alternatives[j].sizes.size();
+      differ &= !alternatives[j].pack && (alternatives[i].pack || !same);
+    }
+  }
+  if (!differ) fail(name(), "its signature must have alternatives of different numbers of dimensions, got ", shapes);
+}
+
 void Operator::read_argument(std::string_view text) {
   detail::Argument argument;
   std::string_view shapes = text;
@@ -257,12 +271,16 @@ void Operator::read_argument(std::string_view text) {
   shapes = detail::trim(shapes.substr(argument.name.size() + 1));
   const std::string_view where = detail::cut(shapes, " where ");
   const std::string_view dtypes = detail::cut(shapes, " of "), like = detail::cut(shapes, " as ");
+  if (!like.empty() && !dtypes.empty()) {
+    fail(name(), "its signature must have 'as' or 'of' for an argument, not both, got '", text, "'");
+  }
   if (!like.empty()) {
     argument.like = index_of(like);
   } else {
     read_dtypes(argument, dtypes.empty() ? "floating" : dtypes);
   }
   for (std::string_view part : detail::split(shapes, "|")) argument.patterns.push_back(read_pattern(part, false));
+  require_different(argument.patterns);
   for (const detail::Pattern& pattern : argument.patterns) {
     for (const detail::Size& size : pattern.sizes) said_ |= size.names;
   }

@@ -141,6 +141,8 @@ class Signature:
             shapes, condition = cut(shapes.strip(), "where")
             shapes, dtypes = cut(shapes, "of")
             shapes, like = cut(shapes, "as")
+            if like and dtypes:
+                fail(op, f"its signature must have 'as' or 'of' for an argument, not both, got {part!r}")
             known = in_schema[name]
             arguments.append(
                 Argument(
@@ -187,6 +189,10 @@ class Signature:
                     fail(self.op, f"its signature must say {name!r} of an argument{before}")
 
         for argument in self.arguments:
+            dims = [None if pattern.pack else len(pattern.sizes) for pattern in argument.patterns]
+            if len(dims) > len({*dims}) or None in dims[:-1]:
+                shapes = " | ".join(map(str, argument.patterns))
+                fail(self.op, f"its signature must have alternatives of different numbers of dimensions, got {shapes}")
             for pattern in argument.patterns:
                 check(pattern, argument.like)
                 said = set(bound)  # Not by another alternative, which may be that of no tensor.
