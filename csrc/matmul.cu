@@ -181,37 +181,38 @@ void mma(Launch& launch, const View& like, const Product<T, float>& product, con
 constexpr Costs kCostsOfHalves{
     .block = 0,
     .processor = 1e9,
-    .cache = 14880,
-    .pass = 1680,
-    .sums = 7949,
+    .cache = 14250,
+    .pass = 1768,
+    .sums = 5692,
     .cluster = 0,
-    .per_split = 40.4,
-    .per_group = 222,
+    .per_split = 0,
+    .per_group = 210,
     .per_element = 0.0487,
-    .after = 0.691,
-    .per_part = 6.62,
-    .memory = 4409,
-    .outside = 0.297,
-    .both = 0.0352,
+    .after = 0.668,
+    .per_part = 5.59,
+    .memory = 4599,
+    .outside = 0.506,
+    .both = 0.0311,
     .overlaps = false,
-    .exchange = 36.9,
-    .along_k = {1, 1.67, 1.83},
-    .across = {0, 0, 1.82},
-    .at_once = 0.292,
-    .few = 0.0918,
+    .exchange = 110,
+    .along_k = {1, 1.62, 2.2},
+    .across = {0, 0, 1.66},
+    .at_once = 0.243,
+    .few = 0.172,
 };
-constexpr double kStartOfHalves = 2460, kBytesOfCopies = 1586;
+constexpr double kStartOfHalves = 2225, kLaunchOfCopies = 1120, kBytesOfCopies = 1666;
 
 // The same where threads copy pieces of so many bytes.
 constexpr Costs costs_of_pieces(int piece) {
-  constexpr double kBytesOfPiece = 5.85;
+  constexpr double kBytesOfPiece = 5.51;
   Costs costs = kCostsOfHalves;
-  costs.processor = piece * kBytesOfPiece, costs.per_element = 0.158;
-  costs.along_k = {1, 1, 2.51}, costs.across = {0, 0.398, 1.3};
-  costs.at_once = 0;
+  costs.processor = piece * kBytesOfPiece, costs.per_element = 0.179;
+  costs.memory = 4409, costs.outside = 2.89, costs.both = 0.342;
+  costs.across = {0, 0.599, 0.547};
+  costs.at_once = 0, costs.few = 1.12;
   return costs;
 }
-constexpr double kStartOfPieces = 1530;
+constexpr double kStartOfPieces = 2502;
 
 // How a factor of `rows` rows lies, or its copy if the memory accelerator can't read it.
 template <class T>
@@ -261,7 +262,7 @@ Candidates candidates(int64_t m, int64_t n, int64_t k, const Device& device, con
   constexpr int64_t kFew = 1 << 18;  // of a result that threads store one by one
   const bool narrow = std::min(m, n) <= hopper::kMostOfNarrow, may_flip = n % 8 == 0 || m * n <= kFew;
   const double copied = (placement.reads_a ? 0 : m * k) + (placement.reads_b ? 0 : k * n);
-  const double copies = copied * sizeof(T) / kBytesOfCopies;
+  const double copies = copied == 0 ? 0 : kLaunchOfCopies + copied * sizeof(T) / kBytesOfCopies;
   Candidates result;
   result.all.reserve(3 * hopper::kTileCount);
   for (int shape = 0; shape < hopper::kTileCount; ++shape) {

@@ -142,17 +142,17 @@ class Estimate {
   double operator()(int64_t steps, bool in_cluster) const {
     constexpr int64_t kLeastSteps = 2, kLeastDepth = 64;
     constexpr double kNever = std::numeric_limits<double>::infinity();
-    const int64_t splits = ceil_div(tiling_.steps, steps), device = processors_ / shape_.processors;
+    const int64_t splits = ceil_div(tiling_.steps, steps), at_a_time = processors_ / shape_.processors;
     const double tiles = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n, count = tiles * splits;
-    const bool fills = count > 2.2 * processors_ * shape_.blocks / shape_.processors;
-    if (splits > 1 && (fills || steps < kLeastSteps || steps * shape_.k < kLeastDepth)) return kNever;
+    const bool too_many = count > 2.2 * processors_ * shape_.blocks / shape_.processors;
+    if (splits > 1 && (too_many || steps < kLeastSteps || steps * shape_.k < kLeastDepth)) return kNever;
     if (in_cluster && !(fits_clusters_ && splits > 1 && splits <= kMostInCluster)) return kNever;
-    double turns = std::ceil(count / device);
+    double turns = std::ceil(count / at_a_time);
     if (in_cluster) {
       // Those that find no free multiprocessors share some.
-      const int64_t at_a_time = clusters_at_a_time(processors_, splits), all = at_a_time * shape_.blocks;
-      const int64_t whole = (static_cast<int64_t>(tiles) - 1) / all;
-      const int64_t last = ceil_div(static_cast<int64_t>(tiles) - whole * all, at_a_time);
+      const int64_t clusters = static_cast<int64_t>(tiles), free = clusters_at_a_time(processors_, splits);
+      const int64_t whole = (clusters - 1) / (free * shape_.blocks);
+      const int64_t last = ceil_div(clusters - whole * free * shape_.blocks, free);
       turns = std::max(turns, static_cast<double>(whole * shape_.blocks + last));
     }
     const double busy = std::min(1.0, std::min<double>(turns, shape_.blocks) * shape_.warps / shape_.enough_warps);
@@ -165,7 +165,7 @@ class Estimate {
     time += rounds * costs_.block + stored * costs_.per_element * elements / shape_.processors;
     const double written = splits == 1 && !flipped_ && rounds == 1 ? costs_.at_once * result_ : 0;
     double at_least = (moved_ + written) * bytes_ / costs_.memory * emptier_;
-    if (count < device) at_least *= std::pow(count / device, -costs_.few);
+    if (count < at_a_time) at_least *= std::pow(count / at_a_time, -costs_.few);
     time = costs_.overlaps ? std::max(time, at_least) : std::sqrt(time * time + at_least * at_least);
     if (in_cluster) {
       const double groups = static_cast<double>(ceil_div(ceil_div(shape_.n, 8), splits));
