@@ -316,8 +316,7 @@ template <class T>
 void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
   const int64_t m = product.m, n = product.n, k = product.k;
   const Placement given = placement_of(product.a, product.b, m, n, k);
-  const Plan chosen =
-      remembered(m, n, k, device, [&] { return plan_wgmma<T>(m, n, k, device, given); }, given.key());
+  const Plan chosen = remembered(m, n, k, device, [&] { return plan_wgmma<T>(m, n, k, device, given); }, given.key());
   // Short rows of a factor, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
   constexpr int64_t kShort = 16, kCrowded = 1 << 22, kAsMuchAs = 2048;
   const int64_t least = std::min(m, n);

@@ -195,7 +195,8 @@ void for_parts(int64_t steps, const Function& f) {
     const int64_t of_part = ceil_div(steps, splits);
     if (!f(of_part)) return;
     // Numbers of parts between the two would leave some empty.
-    splits = std::max(splits + std::max<int64_t>(splits / kEvery, 1), ceil_div(steps, std::max<int64_t>(of_part - 1, 1)));
+    splits =
+        std::max(splits + std::max<int64_t>(splits / kEvery, 1), ceil_div(steps, std::max<int64_t>(of_part - 1, 1)));
   }
 }
 
