@@ -312,15 +312,55 @@ Plan plan_wgmma(int64_t m, int64_t n, int64_t k, const Device& device, const Pla
   return candidates<T>(m, n, k, device, placement).best(steps, in_cluster);
 }
 
+// Where the last tiles would leave most multiprocessors idle, the product is cut in two, as parts of k by its sizes
+// alone: the first rows or columns are as many as give all multiprocessors tiles to the end, and the others have tiles
+// and parts of k of their own.
 template <class T>
-void wgmma(Launch& launch, const View& like, Product<T, float> product, const Device& device) {
-  const int64_t m = product.m, n = product.n, k = product.k;
-  const Placement given = placement_of(product.a, product.b, m, n, k);
-  const Plan chosen = remembered(m, n, k, device, [&] { return plan_wgmma<T>(m, n, k, device, given); }, given.key());
+Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
+  constexpr double kLaunch = 3000, kWorth = 0.95, kLeast = 15000, kFastest = 3300;
+  Plan best{};
+  if (std::min(m, n) <= hopper::kMostOfNarrow || (m | n | k) % 8 != 0) return best;
+  const auto row_major = [&](int64_t rows, int64_t columns) {
+    return placement_of<T>({nullptr, k, 1}, {nullptr, 1, columns}, rows, columns, k);
+  };
+  const auto time_of = [&](int64_t rows, int64_t columns) {
+    return plan_wgmma<T>(rows, columns, k, device, row_major(rows, columns)).nanoseconds;
+  };
+  // Of what fills all multiprocessors, over all of k.
+  const auto time_of_first = [&](int64_t rows, int64_t columns) {
+    const Candidates all = candidates<T>(rows, columns, k, device, row_major(rows, columns));
+    return all.best(ceil_div(k, hopper::kInRow<T>), false).nanoseconds;
+  };
+  const auto at_least = [&](double elements) { return elements * k / (kFastest * device.processors); };
+  const double whole = time_of(m, n);
+  double least = kWorth * whole;
+  if (whole < kLeast || kLaunch + at_least(static_cast<double>(m) * n) >= least) return best;
+  for (const hopper::Tile& tile : hopper::kTiles) {
+    const int64_t at_a_time = device.processors / tile.cluster * tile.blocks, height = tile.m * tile.cluster;
+    if (tile.n <= hopper::kMostOfNarrow) continue;
+    for (const bool of_rows : {true, false}) {
+      const int64_t size = of_rows ? height : tile.n, across = of_rows ? ceil_div(n, tile.n) : ceil_div(m, height);
+      const int64_t length = of_rows ? m : n, others = of_rows ? n : m;
+      const int64_t rounds = across * ceil_div(length, size) / at_a_time;
+      const int64_t first = rounds * at_a_time / across * size, left = length - first;
+      if (first == 0 || left <= 0) continue;
+      double time = kLaunch + (of_rows ? time_of_first(first, n) : time_of_first(m, first));
+      if (time + at_least(static_cast<double>(left) * others) >= least) continue;
+      time += of_rows ? time_of(left, n) : time_of(m, left);
+      if (time < least) least = time, best.rows = of_rows ? first : 0, best.columns = of_rows ? 0 : first;
+    }
+  }
+  return best;
+}
+
+// Of a product that isn't cut in two.
+template <class T>
+void multiply_planned(
+    Launch& launch, const View& like, Product<T, float> product, const Device& device, const Plan& chosen) {
   // Short rows of a factor, one for each k, share lines of the L2 cache, at which requests of all blocks would wait.
   constexpr int64_t kShort = 16, kCrowded = 1 << 22, kAsMuchAs = 2048;
-  const int64_t least = std::min(m, n);
-  const bool crowded = least < kShort && std::max(m, n) * (k + kAsMuchAs) >= kCrowded * least;
+  const int64_t m = product.m, n = product.n, least = std::min(m, n);
+  const bool crowded = least < kShort && std::max(m, n) * (product.k + kAsMuchAs) >= kCrowded * least;
   std::optional<Tensor> memory[2];
   if (!chosen.in_pieces) make_readable(launch, like, device, product, crowded && m < n, crowded && m >= n, memory);
   with_splits(launch, like, product, device, chosen, [&](const Product<T, float>& given, const Plan& plan) {
@@ -332,6 +372,30 @@ void wgmma(Launch& launch, const View& like, Product<T, float> product, const De
       kRuns[plan.shape](launch, p, plan.tiling, device.processors);
     }(std::make_integer_sequence<int, hopper::kTileCount>());
   });
+}
+
+template <class T>
+void wgmma(Launch& launch, const View& like, const Product<T, float>& product, const Device& device) {
+  const auto plan_of = [&](const Product<T, float>& of, bool may_cut) {
+    const int64_t m = of.m, n = of.n, k = of.k;
+    const Placement given = placement_of(of.a, of.b, m, n, k);
+    const auto make = [&] {
+      const Plan cut = may_cut ? plan_in_two<T>(m, n, k, device) : Plan{};
+      return cut.rows + cut.columns != 0 ? cut : plan_wgmma<T>(m, n, k, device, given);
+    };
+    return remembered(m, n, k, device, make, 2 * given.key() + may_cut);
+  };
+  const Plan chosen = plan_of(product, true);
+  Product<T, float> first = product, rest = product;
+  if (chosen.rows != 0) {
+    first.m = chosen.rows, rest = product.below(chosen.rows);
+  } else if (chosen.columns != 0) {
+    first.n = chosen.columns, rest = product.swapped().below(chosen.columns).swapped();
+  } else {
+    return multiply_planned(launch, like, product, device, chosen);
+  }
+  multiply_planned(launch, like, first, device, plan_of(first, false));
+  multiply_planned(launch, like, rest, device, plan_of(rest, false));
 }
 
 template <class T, class V>

@@ -436,8 +436,9 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
     def test_halves_of_any_tile(self, dtype):
-        """All tiles of Hopper, also of transposed factors, where k is whole, in parts in a cluster or in memory, in every
-        layout. The sizes are such that each tile is that of two of them, by the costs that plans are made with.
+        """All tiles of Hopper, also of transposed factors, where k is whole, in parts in a cluster or in memory, and where
+        rows or columns are cut in two, in every layout. The sizes are such that each tile is that of two of them, by the
+        costs that plans are made with.
         """
         whole = [(332, 168, 1648), (3108, 360, 128), (3896, 56, 4592), (8932, 168, 8), (8780, 232, 8), (576, 168, 5896)]
         whole += [(2700, 152, 2248), (3660, 184, 2104), (8, 696, 5448), (6332, 24, 344), (8108, 464, 128)]
@@ -455,7 +456,8 @@ class TestCuda:
         in_memory += [(28, 12_864, 64), (72, 19_840, 88), (2, 17_560, 5816), (264, 14_728, 136), (796, 29_560, 72)]
         in_memory += [(6532, 6616, 40), (148, 5760, 3080), (272, 12_392, 832), (4532, 11_920, 56), (8840, 2488, 152)]
         in_memory += [(148, 10_784, 2192)]
-        for sizes in whole + in_cluster + in_memory:
+        in_two = [(2832, 1432, 688), (1136, 1776, 1800), (2384, 2296, 776), (584, 1960, 3352)]
+        for sizes in whole + in_cluster + in_memory + in_two:
             a, b = factors("cuda", dtype, *sizes)
             compare(a, b)
             want = extension_cpp.matmul(a, b)

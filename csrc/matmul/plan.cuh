@@ -90,6 +90,8 @@ struct Plan {
   bool in_cluster = false;  // The parts of k are a cluster's blocks.
   bool flipped = false;     // The plan is of the transposed factors.
   bool in_pieces = false;   // Threads copy the tiles, not the memory accelerator.
+  // If not 0, the product is cut in two behind so many rows or columns, and this is no plan of either.
+  int64_t rows = 0, columns = 0;
 };
 
 // How many clusters of `size` blocks run at a time, a block a multiprocessor: as many as the driver says of an H200,

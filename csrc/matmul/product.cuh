@@ -41,6 +41,13 @@ struct Product {
   // That of the transposed factors, whose result is the transposed one.
   Product swapped() const { return {b, a, n, m, k, rows_b, rows_a, c_inner, c_outer, partial_stride, c, partial}; }
 
+  // Without the first `rows` rows.
+  Product below(int64_t rows) const {
+    Product rest = *this;
+    rest.a.data += rows * a.outer, rest.c += rows * c_outer, rest.m -= rows, rest.rows_a -= rows;
+    return rest;
+  }
+
   // Whether rows of c consist of whole, aligned vectors.
   __host__ __device__ bool has_vectors(int size) const { return c_inner == 1 && c_outer % size == 0 && n % size == 0; }
 
