@@ -332,9 +332,11 @@ Plan plan_in_two(int64_t m, int64_t n, int64_t k, const Device& device) {
     return all.best(ceil_div(k, hopper::kInRow<T>), false).nanoseconds;
   };
   const auto at_least = [&](double elements) { return elements * k / (kFastest * device.processors); };
+  const double of_all = at_least(static_cast<double>(m) * n);
+  if (of_all < kLeast / 4) return best;  // That is not worth two plans.
   const double whole = time_of(m, n);
   double least = kWorth * whole;
-  if (whole < kLeast || kLaunch + at_least(static_cast<double>(m) * n) >= least) return best;
+  if (whole < kLeast || kLaunch + of_all >= least) return best;
   for (const hopper::Tile& tile : hopper::kTiles) {
     const int64_t at_a_time = device.processors / tile.cluster * tile.blocks, height = tile.m * tile.cluster;
     if (tile.n <= hopper::kMostOfNarrow) continue;
