@@ -246,18 +246,18 @@ detail::Pattern Operator::read_pattern(std::string_view text, bool result) {
   return pattern;
 }
 
-// A tensor's number of dimensions says which of the alternatives it has: one with "..." takes what is left.
-void Operator::require_different(const std::vector<detail::Pattern>& alternatives) const {
-  std::string shapes;
-  bool differ = true;
+// A tensor's number of dimensions says which of the alternatives it has.
+void Operator::require_different(const std::vector<detail::Pattern>& alternatives, std::string_view text) const {
+  const auto same = [](const detail::Pattern& one, const detail::Pattern& other) {
+    const bool any = one.pack || other.pack || !one.broadcast.empty() || !other.broadcast.empty();
+    return any || one.sizes.size() == other.sizes.size();
+  };
   for (size_t i = 0; i < alternatives.size(); ++i) {
-    shapes += (i == 0 ? "" : " | ") + alternatives[i].text;
     for (size_t j = 0; j < i; ++j) {
-      const bool same = alternatives[i].sizes.size() == alternatives[j].sizes.size();
-      differ &= !alternatives[j].pack && (alternatives[i].pack || !same);
+      if (!same(alternatives[i], alternatives[j])) continue;
+      fail(name(), "its signature must have alternatives of different numbers of dimensions, got '", text, "'");
     }
   }
-  if (!differ) fail(name(), "its signature must have alternatives of different numbers of dimensions, got ", shapes);
 }
 
 void Operator::read_argument(std::string_view text) {
@@ -280,7 +280,7 @@ void Operator::read_argument(std::string_view text) {
     read_dtypes(argument, dtypes.empty() ? "floating" : dtypes);
   }
   for (std::string_view part : detail::split(shapes, "|")) argument.patterns.push_back(read_pattern(part, false));
-  require_different(argument.patterns);
+  require_different(argument.patterns, shapes);
   for (const detail::Pattern& pattern : argument.patterns) {
     for (const detail::Size& size : pattern.sizes) said_ |= size.names;
   }

@@ -106,7 +106,7 @@ class Operator {
   detail::Size read_size(std::string_view text);
   void require_said(const detail::Size& size, std::string_view text, uint32_t said) const;
   detail::Pattern read_pattern(std::string_view text, bool result);
-  void require_different(const std::vector<detail::Pattern>& alternatives) const;
+  void require_different(const std::vector<detail::Pattern>& alternatives, std::string_view text) const;
   void read_argument(std::string_view text);
   void read_dtypes(detail::Argument& argument, std::string_view text);
   void read_result(std::string_view text);

@@ -143,11 +143,15 @@ class Signature:
             shapes, like = cut(shapes, "as")
             if like and dtypes:
                 fail(op, f"its signature must have 'as' or 'of' for an argument, not both, got {part!r}")
+            patterns = tuple(Pattern.read(op, shape.strip(), False) for shape in shapes.split("|"))
+            dims = {None if p.pack or p.broadcast else len(p.sizes) for p in patterns}
+            if len(patterns) > 1 and (len(dims) < len(patterns) or None in dims):
+                fail(op, f"its signature must have alternatives of different numbers of dimensions, got {shapes!r}")
             known = in_schema[name]
             arguments.append(
                 Argument(
                     name,
-                    tuple(Pattern.read(op, shape.strip(), False) for shape in shapes.split("|")),
+                    patterns,
                     like,
                     read_dtypes(op, dtypes or "floating"),
                     condition,
@@ -189,10 +193,6 @@ class Signature:
                     fail(self.op, f"its signature must say {name!r} of an argument{before}")
 
         for argument in self.arguments:
-            dims = [None if pattern.pack else len(pattern.sizes) for pattern in argument.patterns]
-            if len(dims) > len({*dims}) or None in dims[:-1]:
-                shapes = " | ".join(map(str, argument.patterns))
-                fail(self.op, f"its signature must have alternatives of different numbers of dimensions, got {shapes}")
             for pattern in argument.patterns:
                 check(pattern, argument.like)
                 said = set(bound)  # Not by another alternative, which may be that of no tensor.
