@@ -258,6 +258,23 @@ class TestEverywhere:
                 extension_cpp.myadd_out(x, y, out)
                 assert same_bits(out, x + y)
 
+    @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    def test_rows_of_any_length_at_any_strides(self, device, dtype):
+        """Shorter than a vector, one element longer than some, next to each other or not, broadcast, and in place."""
+
+        def layouts(rows, n):
+            whole = torch.randn(rows, 2 * n + 1, generator=torch.Generator().manual_seed(n)).to(device, dtype)
+            yield from (whole[:, :n].contiguous(), whole[:, 1 : n + 1], whole[:, ::2][:, :n])
+            yield from (whole[:, :n].t().contiguous().t(), whole[:, :1].expand(rows, n), whole[:1, :n].expand(rows, n))
+
+        for rows, n in itertools.product((1, 3, 40, 600), (1, 2, 7, 8, 9, 15, 16, 17, 33, 100)):
+            for x, y in itertools.product(layouts(rows, n), repeat=2):
+                assert same_bits(extension_cpp.mymul(x, y), x * y), (rows, n, x.stride(), y.stride())
+            for out, y in itertools.product(list(layouts(rows, n))[:4], layouts(rows, n)):
+                expected = out + y
+                extension_cpp.myadd_out(out, y, out)
+                assert same_bits(out, expected), (rows, n, out.stride(), y.stride())
+
     def test_many_dimensions(self, device):
         a = torch.randn((2,) * 12, device=device)
         b = a.permute(torch.randperm(12).tolist())

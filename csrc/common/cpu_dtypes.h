@@ -133,6 +133,70 @@ __attribute__((target("avx2,f16c"))) inline int64_t store_f16c(float16* to, cons
   return i;
 }
 
+__attribute__((target("avx2,f16c"))) inline __m128i collect_eight(const uint16_t* from, int64_t step) {
+  const auto at = [&](int i) { return static_cast<int16_t>(from[i * step]); };
+  return _mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+}
+__attribute__((target("avx2,f16c"))) inline void collect(const uint16_t* from, int64_t step, uint16_t (&to)[8]) {
+  _mm_store_si128(reinterpret_cast<__m128i*>(to), collect_eight(from, step));
+}
+__attribute__((target("avx2,f16c"))) inline void collect(const uint16_t* from, int64_t step, uint16_t (&to)[16]) {
+  const __m256i first = _mm256_castsi128_si256(collect_eight(from, step));
+  const __m256i all = _mm256_inserti128_si256(first, collect_eight(from + 8 * step, step), 1);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(to), all);
+}
+
+// A vector of numbers; bfloat16 is rounded as store() does it.
+__attribute__((target("avx2,f16c"))) inline void load_avx2(const float16* from, float* to) {
+  load_f16c(from, to, 8);
+}
+__attribute__((target("avx2,f16c"))) inline void store_avx2(float16* to, const float* from) {
+  store_f16c(to, from, 8);
+}
+__attribute__((target("avx2,f16c"))) inline void load_avx2(const bfloat16* from, float* to) {
+  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)));
+}
+__attribute__((target("avx2,f16c"))) inline void store_avx2(bfloat16* to, const float* from) {
+  const __m256 numbers = _mm256_loadu_ps(from);
+  const __m256i bits = _mm256_castps_si256(numbers), high = _mm256_srli_epi32(bits, 16);
+  const __m256i half = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q));
+  const __m256i words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+}
+
+#define EXTENSION_CPP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+
+constexpr __mmask16 kLanes = 0xffff;  // All; without a mask GCC 12 warns of what no lane has.
+
+__attribute__((target(EXTENSION_CPP_AVX512))) inline void load_avx512(const float16* from, float* to) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  _mm512_storeu_ps(to, _mm512_maskz_cvtph_ps(kLanes, halves));
+}
+__attribute__((target(EXTENSION_CPP_AVX512))) inline void store_avx512(float16* to, const float* from) {
+  const __m256i halves = _mm512_maskz_cvtps_ph(kLanes, _mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+}
+__attribute__((target(EXTENSION_CPP_AVX512))) inline void load_avx512(const bfloat16* from, float* to) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  const __m512i words = _mm512_maskz_cvtepu16_epi32(kLanes, halves);
+  _mm512_storeu_si512(to, _mm512_maskz_slli_epi32(kLanes, words, 16));
+}
+__attribute__((target(EXTENSION_CPP_AVX512))) inline void store_avx512(bfloat16* to, const float* from) {
+  const __m512 numbers = _mm512_loadu_ps(from);
+  const __m512i bits = _mm512_loadu_si512(from), high = _mm512_maskz_srli_epi32(kLanes, bits, 16);
+  const __m512i half = _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_maskz_srli_epi32(kLanes, _mm512_add_epi32(bits, half), 16);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
+  const __m512i words = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(kLanes, words));
+}
+
+#undef EXTENSION_CPP_AVX512
+
 inline bool has_bf16() {
   return simd::level() >= simd::Level::kAvx512Bf16;
 }
@@ -200,6 +264,36 @@ inline void store(bfloat16* to, const float* from, int64_t n) {
 }
 
 #endif
+
+// Halves that are `step` apart, side by side, in such code. Written one by one, they would all have to reach the cache
+// before they can be read as a vector.
+template <int kBytes, class T>
+inline void collect(const T* from, int64_t step, T* to) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if constexpr (kBytes > 16) {
+    return detail::collect(&from->bits, step, reinterpret_cast<uint16_t (&)[kBytes / 4]>(to->bits));
+  }
+#endif
+  for (int i = 0; i < kBytes / 4; ++i) to[i] = from[i * step];
+}
+
+// As many halves as a vector of kBytes has numbers, inside of code for such vectors.
+template <int kBytes, class T>
+inline void load_vector(const T* from, float* to) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if constexpr (kBytes == 64) return detail::load_avx512(from, to);
+  if constexpr (kBytes == 32) return detail::load_avx2(from, to);
+#endif
+  for (int i = 0; i < kBytes / 4; ++i) to[i] = load(from[i]);
+}
+template <int kBytes, class T>
+inline void store_vector(T* to, const float* from) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if constexpr (kBytes == 64) return detail::store_avx512(to, from);
+  if constexpr (kBytes == 32) return detail::store_avx2(to, from);
+#endif
+  for (int i = 0; i < kBytes / 4; ++i) store(to[i], from[i]);
+}
 
 namespace detail {
 

@@ -13,8 +13,6 @@ namespace extension_cpp {
 
 namespace detail {
 
-constexpr int64_t kBlock = 512;  // Elements that stay in the first-level cache, of every operand.
-
 // So many rows of `size` elements: operand k has the next one `down[k]` elements further on. To call a loop that is
 // compiled for the machine's vectors takes longer than a short row, so that one call goes through all of them.
 template <size_t N>
@@ -31,81 +29,167 @@ struct Stack {
   }
 };
 
+// The formula of a vector of numbers. A loop that stays one becomes instructions for the vector; the arrays, registers.
+template <int kLanes, size_t kIn, size_t kOut, class V, class Op>
+void apply(const V (&in)[kIn][kLanes], V (&out)[kOut][kLanes], const Op& op) {
+#pragma GCC ivdep
+#pragma GCC unroll 1
+  for (int lane = 0; lane < kLanes; ++lane) {
+    V of_lane[kIn], results[kOut];
+    for (size_t k = 0; k < kIn; ++k) of_lane[k] = in[k][lane];
+    op(of_lane, results);
+    for (size_t k = 0; k < kOut; ++k) out[k][lane] = results[k];
+  }
+}
+
+// Halves in registers, a vector at a time, of rows that are any steps apart.
+template <size_t kOut, size_t kIn, class T, class Op>
+void in_vectors(
+    const Pointers<T, kOut + kIn>& data, const int64_t (&steps)[kOut + kIn], const Stack<kOut + kIn>& rows,
+    const Op& op) {
+  constexpr size_t N = kOut + kIn;
+  simd::run_for_width([&]<int kBytes>() {
+    constexpr int kLanes = kBytes / sizeof(float);
+    const auto line = [&](const Pointers<T, N>& data, const int64_t (&steps)[N], int64_t n) {
+      alignas(64) float in[kIn][kLanes], out[kOut][kLanes];
+      alignas(64) T lanes[kLanes] = {};
+      for (size_t k = 0; k < kIn; ++k) {
+        if (steps[kOut + k] != 0) continue;
+        collect<kBytes>(data.at[kOut + k], 0, lanes);
+        load_vector<kBytes>(lanes, in[k]);
+      }
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, n - i);
+        for (size_t k = 0; k < kIn; ++k) {
+          const int64_t step = steps[kOut + k];
+          const T* const from = data.at[kOut + k] + i * step;
+          if (step == 0) continue;
+          if (step != 1 && count == kLanes) collect<kBytes>(from, step, lanes);
+          for (int64_t lane = 0; count < kLanes && lane < count; ++lane) lanes[lane] = from[lane * step];
+          load_vector<kBytes>(step == 1 && count == kLanes ? from : lanes, in[k]);
+        }
+        apply(in, out, op);
+        for (size_t k = 0; k < kOut; ++k) {
+          T* const to = data.at[k] + i * steps[k];
+          if (steps[k] == 1 && count == kLanes) {
+            store_vector<kBytes>(to, out[k]);
+            continue;
+          }
+          store_vector<kBytes>(lanes, out[k]);
+          for (int64_t lane = 0; lane < count; ++lane) to[lane * steps[k]] = lanes[lane];
+        }
+      }
+    };
+    if (rows.size >= kLanes || rows.count <= rows.size) {
+      return rows.each(data, [&](const Pointers<T, N>& data) { line(data, steps, rows.size); });
+    }
+    // Vectors of short rows would be empty for the most part: they go down the rows, so many that these stay cached.
+    constexpr int64_t kRows = 256;
+    Pointers<T, N> first = data;
+    for (int64_t row = 0; row < rows.count; row += kRows) {
+      Pointers<T, N> column = first;
+      for (int64_t i = 0; i < rows.size; ++i) {
+        line(column, rows.down, std::min(kRows, rows.count - row));
+        for (size_t k = 0; k < N; ++k) column.at[k] += steps[k];
+      }
+      for (size_t k = 0; k < N; ++k) first.at[k] += kRows * rows.down[k];
+    }
+  });
+}
+
 // Contiguous rows, of which input kSame has the first element only. Operands are distinct memory or the very same
 // (overlap.h), so iterations are independent.
 template <size_t kOut, size_t kIn, size_t kSame, class T, class Op>
 void contiguous(const Pointers<T, kOut + kIn>& data, const Stack<kOut + kIn>& rows, const Op& op) {
-  using V = typename Compute<T>::type;
   const auto row = [&](const Pointers<T, kOut + kIn>& data) {
-    V same{};
-    if constexpr (kSame < kIn) same = load(*data.at[kOut + kSame]);
+    T same{};
+    if constexpr (kSame < kIn) same = *data.at[kOut + kSame];
 #pragma GCC ivdep
     for (int64_t i = 0; i < rows.size; ++i) {
-      V in[kIn], out[kOut];
-      for (size_t k = 0; k < kIn; ++k) in[k] = k == kSame ? same : load(data.at[kOut + k][i]);
+      T in[kIn], out[kOut];
+      for (size_t k = 0; k < kIn; ++k) in[k] = k == kSame ? same : data.at[kOut + k][i];
       op(in, out);
-      for (size_t k = 0; k < kOut; ++k) store(data.at[k][i], out[k]);
+      for (size_t k = 0; k < kOut; ++k) data.at[k][i] = out[k];
     }
   };
-  const auto body = [&] { rows.each(data, row); };
-  std::is_same_v<T, V> ? simd::run_on_memory(body) : simd::run(body);  // Conversions take longer than reading.
+  simd::run_on_memory([&] { rows.each(data, row); });
 }
 
-// The same for an input that is known at run time; kIn: none.
+constexpr int64_t kMostLanes = 64 / sizeof(float);
+
+// The same of halves, whose conversions are instructions that the compiler makes of no loop. Rows have kMostLanes
+// elements or more.
+template <size_t kOut, size_t kIn, size_t kSame, class T, class Op>
+void contiguous_halves(const Pointers<T, kOut + kIn>& data, const Stack<kOut + kIn>& rows, const Op& op) {
+  simd::run_for_width([&]<int kBytes>() {
+    constexpr int64_t kLanes = kBytes / sizeof(float);
+    rows.each(data, [&](const Pointers<T, kOut + kIn>& data) {
+      alignas(64) float same[kLanes];
+      if constexpr (kSame < kIn) {
+        alignas(64) T lanes[kLanes];
+        collect<kBytes>(data.at[kOut + kSame], 0, lanes);
+        load_vector<kBytes>(lanes, same);
+      }
+      // The last vector shares elements with the one before. It is read first, as an input may be written.
+      const bool overlaps = rows.size % kLanes != 0;
+      alignas(64) float last[kIn][kLanes];
+      const auto read = [&](int64_t i, float (&in)[kIn][kLanes]) {
+        for (size_t k = 0; k < kIn; ++k) {
+          k == kSame ? static_cast<void>(memcpy(in[k], same, sizeof(same)))
+                     : load_vector<kBytes>(data.at[kOut + k] + i, in[k]);
+        }
+      };
+      const auto write = [&](int64_t i, const float (&in)[kIn][kLanes]) {
+        alignas(64) float out[kOut][kLanes];
+        apply(in, out, op);
+        for (size_t k = 0; k < kOut; ++k) store_vector<kBytes>(data.at[k] + i, out[k]);
+      };
+      if (overlaps) read(rows.size - kLanes, last);
+      for (int64_t i = 0; i + kLanes <= rows.size; i += kLanes) {
+        alignas(64) float in[kIn][kLanes];
+        read(i, in);
+        write(i, in);
+      }
+      if (overlaps) write(rows.size - kLanes, last);
+    });
+  });
+}
+
+// Either for an input that is known at run time; kIn: none.
 template <size_t kOut, size_t kIn, class T, class Op>
 void contiguous(const Pointers<T, kOut + kIn>& data, size_t same, const Stack<kOut + kIn>& rows, const Op& op) {
+  const auto with = [&]<size_t kSame>(std::integral_constant<size_t, kSame>) {
+    if constexpr (std::is_same_v<T, typename Compute<T>::type>) {
+      contiguous<kOut, kIn, kSame>(data, rows, op);
+    } else {
+      contiguous_halves<kOut, kIn, kSame>(data, rows, op);
+    }
+  };
   [&]<size_t... kSame>(std::index_sequence<kSame...>) {
-    static_cast<void>(((kSame == same && (contiguous<kOut, kIn, kSame>(data, rows, op), true)) || ...));
+    static_cast<void>(((kSame == same && (with(std::integral_constant<size_t, kSame>()), true)) || ...));
   }(std::make_index_sequence<kIn + 1>());
 }
 
-template <class T, class V>
-void load_strided(const T* from, int64_t step, V* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = load(from[i * step]);
-}
-
-template <class T, class V>
-void store_strided(T* to, int64_t step, const V* from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) store(to[i * step], from[i]);
-}
-
-// One row of n elements, in blocks: what is strided, broadcast or float16 goes through buffers in the type of the
-// computation, what is contiguous is used where it lies.
+// A row of n elements, next to each other but for inputs of which there is one: those fill buffers, of which a block
+// has no more than stays in the first-level cache.
 template <size_t kOut, size_t kIn, class T, class Op>
-void row(const Pointers<T, kOut + kIn>& data, const int64_t* steps, int64_t n, const Op& op) {
-  using V = typename Compute<T>::type;
-  alignas(64) V buffers[kOut + kIn][kBlock];
-  Pointers<V, kOut + kIn> block;
-  auto in_place = [&](size_t k) { return std::is_same_v<T, V> && steps[k] == 1; };
-  for (size_t k = kOut; k < kOut + kIn; ++k) {
-    if (steps[k] == 0) std::fill_n(buffers[k], std::min(n, kBlock), load(*data.at[k]));
+void row(const Pointers<T, kOut + kIn>& data, const int64_t (&steps)[kOut + kIn], int64_t n, const Op& op) {
+  constexpr int64_t kBlock = 512;
+  alignas(64) T buffers[kIn][kBlock];
+  Pointers<T, kOut + kIn> block = data;
+  for (size_t k = 0; k < kIn; ++k) {
+    if (steps[kOut + k] != 0) continue;
+    std::fill_n(buffers[k], std::min(n, kBlock), *data.at[kOut + k]);
+    block.at[kOut + k] = buffers[k];
   }
   for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t size = std::min(kBlock, n - begin);
-    for (size_t k = 0; k < kOut + kIn; ++k) {
-      T* at = data.at[k] + begin * steps[k];
-      block.at[k] = in_place(k) ? reinterpret_cast<V*>(at) : buffers[k];
-      if (k < kOut || in_place(k) || steps[k] == 0) continue;
-      if (steps[k] == 1) {
-        load(at, buffers[k], size);
-      } else {
-        load_strided(at, steps[k], buffers[k], size);
-      }
-    }
-    contiguous<kOut, kIn, kIn>(block, {size}, op);
-    for (size_t k = 0; k < kOut; ++k) {
-      if (in_place(k)) continue;
-      T* at = data.at[k] + begin * steps[k];
-      if (steps[k] == 1) {
-        store(at, buffers[k], size);
-      } else {
-        store_strided(at, steps[k], buffers[k], size);
-      }
-    }
+    contiguous<kOut, kIn, kIn>(block, {std::min(kBlock, n - begin)}, op);
+    for (size_t k = 0; k < kOut + kIn; ++k) block.at[k] += kBlock * steps[k];
   }
 }
 
-// The same where operands have the type of the computation and gain nothing from being copied together.
+// Rows whose elements are any steps apart, where operands have the type of the computation and gain nothing from being
+// copied together.
 template <size_t kOut, size_t kIn, class T, class Op>
 void strided(const Pointers<T, kOut + kIn>& data, const int64_t* steps, const Stack<kOut + kIn>& rows, const Op& op) {
   const auto row = [&](const Pointers<T, kOut + kIn>& data) {
@@ -137,13 +221,16 @@ struct Steps {
   // Not inlined: its two callers share the loops, of which there is one for each of the machine's vectors.
   template <class Op>
   [[gnu::noinline]] void go_through(const Pointers<T, N>& data, const Stack<N>& rows, const Op& op) const {
-    if constexpr (!std::is_same_v<T, float16>) {  // It has instructions for whole blocks only.
-      if (unit) return contiguous<kOut, kIn>(data, same, rows, op);
+    constexpr bool kHalves = !std::is_same_v<T, typename Compute<T>::type>;
+    if (unit && (!kHalves || rows.size >= kMostLanes)) {
+      contiguous<kOut, kIn>(data, same, rows, op);
+    } else if constexpr (kHalves) {
+      in_vectors<kOut, kIn>(data, at, rows, op);
+    } else if (apart || rows.size < kMostLanes) {
+      strided<kOut, kIn>(data, at, rows, op);
+    } else {
+      rows.each(data, [&](const Pointers<T, N>& data) { row<kOut, kIn>(data, at, rows.size, op); });
     }
-    if constexpr (std::is_same_v<T, typename Compute<T>::type>) {
-      if (apart) return strided<kOut, kIn>(data, at, rows, op);
-    }
-    rows.each(data, [&](const Pointers<T, N>& data) { row<kOut, kIn>(data, at, rows.size, op); });
   }
 
   int64_t at[N];
