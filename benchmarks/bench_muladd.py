@@ -274,4 +274,5 @@ def cases(device: str) -> Iterator[Case | Grid]:
         for log2 in sizes(device, dtype) if device == "cuda" else sizes(device, dtype)[-2:]:
             yield from training(device, dtype, log2)
         yield from layouts(device, dtype)
-    yield permuted(device, torch.float32)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield permuted(device, dtype)

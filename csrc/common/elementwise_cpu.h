@@ -332,8 +332,8 @@ void rows(const Loop<kOut + kIn>& loop, Pointers<T, kOut + kIn> data, int64_t be
     across[k] = k >= kOut && steps[k] > 1 && loop.ndim > 1 && loop.strides[k][1] == 1;
     any_across = any_across || across[k];
   }
-  // Rows that are shorter than a vector are not transposed in vectors; `strided` goes through them in less time.
-  if (std::is_same_v<T, typename Compute<T>::type> && loop.sizes[0] * sizeof(T) < 16) any_across = false;
+  // Rows that are shorter than a vector are not transposed in vectors; other loops go through them in less time.
+  if (loop.sizes[0] * sizeof(T) < 16) any_across = false;
   const Steps<kOut, kIn, T> in_rows(steps);
   for (int64_t done = begin; done < end;) {
     Stack<N> part{std::min(loop.sizes[0] - index[0], end - done)};
@@ -377,7 +377,7 @@ Loop<N> across_second(Loop<N> loop) {
 template <size_t kOut, size_t kIn, class T, class Op>
 void run(const Loop<kOut + kIn>& loop, const Pointers<T, kOut + kIn>& data, const Op& op) {
   constexpr int64_t kGrain = 32'768;  // PyTorch's own grain for elementwise loops.
-  if (loop.numel <= kGrain) return rows<kOut, kIn>(loop, data, 0, loop.numel, op);
+  if (loop.numel <= kGrain && loop.ndim < 3) return rows<kOut, kIn>(loop, data, 0, loop.numel, op);
   const Loop<kOut + kIn> order = across_second<kOut>(loop);
   auto body = [&](int64_t begin, int64_t end) { rows<kOut, kIn>(order, data, begin, end, op); };
   parallel_for(0, order.numel, kGrain, body);
