@@ -233,6 +233,7 @@ def cases(device: str) -> Iterator[Case | Grid]:
         yield from grids(device, torch.float32)
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # Else PyTorch's takes up to twenty times as long as ours.
             yield from grids(device, torch.bfloat16)
+        yield grid(device, torch.float16)
 
 
 def vectors(device: str, dtype: torch.dtype) -> Iterator[Case]:

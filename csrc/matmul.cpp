@@ -1034,6 +1034,25 @@ void run(const Factor<T>& a, const Factor<T>& b, int64_t m, int64_t n, int64_t k
   }
 }
 
+// The factor, or where its elements lie next to each other neither along rows nor along k, a copy in which they do, as
+// both would be read one by one, and again for each tile.
+template <class T>
+Factor<T> laid_out(const Factor<T>& factor, int64_t rows, int64_t k, std::unique_ptr<T[]>& memory) {
+  constexpr int64_t kGrain = 32'768;
+  if (rows == 1 || k == 1 || factor.outer <= 1 || factor.inner <= 1) return factor;
+  const bool along_k = factor.inner < factor.outer;
+  const int64_t lines = along_k ? rows : k, length = along_k ? k : rows;
+  const int64_t far = std::max(factor.outer, factor.inner), near = std::min(factor.outer, factor.inner);
+  memory = std::make_unique_for_overwrite<T[]>(lines * length);
+  T* const to = memory.get();
+  parallel_for(0, lines, std::max<int64_t>(kGrain / length, 1), [&](int64_t begin, int64_t end) {
+    for (int64_t line = begin; line < end; ++line) {
+      for (int64_t i = 0; i < length; ++i) to[line * length + i] = factor.data[line * far + i * near];
+    }
+  });
+  return along_k ? Factor<T>{to, k, 1} : Factor<T>{to, 1, rows};
+}
+
 Tensor matmul(const Tensor& a, const Tensor& b, bool) {
   const Call<2> call(kMatmul, {&a, &b});
   const View &view_a = call.views[0], &view_b = call.views[1];
@@ -1045,7 +1064,9 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool) {
     if (k == 0) {
       std::memset(out, 0, m * n * sizeof(T));
     } else {
-      const Factor<T> factors[] = {factor_a<T>(view_a), factor_b<T>(view_b)};
+      std::unique_ptr<T[]> memory[2];
+      const Factor<T> factors[] = {
+          laid_out(factor_a<T>(view_a), m, k, memory[0]), laid_out(factor_b<T>(view_b), n, k, memory[1])};
       const bool swapped = n == 1 && m > 1;  // c has its elements in a row in either case.
       run<T>(factors[swapped], factors[!swapped], swapped ? n : m, swapped ? m : n, k, out);
     }

@@ -99,6 +99,12 @@ void store(T* to, const V* from, int64_t n) {
   });
 }
 
+// An element among others that are no vector.
+template <class T>
+auto load_one(T x) {
+  return load(x);
+}
+
 // The same for float16 and to bfloat16, by the instructions for them where the machine has those.
 #if defined(__x86_64__) && defined(__GNUC__)
 
@@ -114,6 +120,10 @@ namespace detail {
 
 inline bool has_f16c() {
   return simd::level() != simd::Level::kBaseline;
+}
+
+__attribute__((target("avx2,f16c"))) inline float load_f16c(float16 x) {
+  return _cvtsh_ss(x.bits);
 }
 
 __attribute__((target("avx2,f16c"))) inline int64_t load_f16c(const float16* from, float* to, int64_t n) {
@@ -254,6 +264,12 @@ inline void load(const float16* from, float* to, int64_t n) {
   const int64_t done = detail::has_f16c() ? detail::load_f16c(from, to, n) : 0;
   if (done < n) detail::load_slowly(from + done, to + done, n - done);
 }
+inline float load_one(float16 x) {
+  if (detail::has_f16c()) return detail::load_f16c(x);
+  float number;
+  detail::load_slowly(&x, &number, 1);
+  return number;
+}
 inline void store(float16* to, const float* from, int64_t n) {
   const int64_t done = detail::has_f16c() ? detail::store_f16c(to, from, n) : 0;
   if (done < n) detail::store_slowly(to + done, from + done, n - done);
@@ -295,27 +311,11 @@ inline void store_vector(T* to, const float* from) {
   for (int i = 0; i < kBytes / 4; ++i) store(to[i], from[i]);
 }
 
-namespace detail {
-
-// Elements that are `step` apart. Not inlined, as the conversion takes much code.
-[[gnu::noinline]] inline void read_apart(const float16* from, int64_t step, float* to, int64_t n) {
-  constexpr int64_t kAtOnce = 256;
-  float16 halves[kAtOnce];
-  for (int64_t done = 0; done < n; done += kAtOnce) {
-    const int64_t count = std::min(kAtOnce, n - done);
-    for (int64_t i = 0; i < count; ++i) halves[i] = from[(done + i) * step];
-    load(halves, to + done, count);
-  }
-}
-
-}  // namespace detail
-
 // The same inside of simd::run: n elements, `step` apart.
 template <class T, class V>
 void read(const T* from, int64_t step, V* to, int64_t n) {
   if (step != 1) {
-    if constexpr (std::is_same_v<T, float16>) return detail::read_apart(from, step, to, n);
-    for (int64_t i = 0; i < n; ++i) to[i] = load(from[i * step]);
+    for (int64_t i = 0; i < n; ++i) to[i] = load_one(from[i * step]);
   } else if constexpr (std::is_same_v<T, float16>) {
     load(from, to, n);
   } else {

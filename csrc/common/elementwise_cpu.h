@@ -80,19 +80,18 @@ void in_vectors(
         }
       }
     };
-    if (rows.size >= kLanes || rows.count <= rows.size) {
-      return rows.each(data, [&](const Pointers<T, N>& data) { line(data, steps, rows.size); });
-    }
     // Vectors of short rows would be empty for the most part: they go down the rows, so many that these stay cached.
     constexpr int64_t kRows = 256;
+    const bool down = rows.size < kLanes && rows.count > rows.size;
+    const int64_t at_once = down ? kRows : 1, lines = down ? rows.size : 1;
     Pointers<T, N> first = data;
-    for (int64_t row = 0; row < rows.count; row += kRows) {
-      Pointers<T, N> column = first;
-      for (int64_t i = 0; i < rows.size; ++i) {
-        line(column, rows.down, std::min(kRows, rows.count - row));
-        for (size_t k = 0; k < N; ++k) column.at[k] += steps[k];
+    for (int64_t row = 0; row < rows.count; row += at_once) {
+      Pointers<T, N> at = first;
+      for (int64_t i = 0; i < lines; ++i) {
+        line(at, down ? rows.down : steps, down ? std::min(kRows, rows.count - row) : rows.size);
+        for (size_t k = 0; k < N; ++k) at.at[k] += steps[k];
       }
-      for (size_t k = 0; k < N; ++k) first.at[k] += kRows * rows.down[k];
+      for (size_t k = 0; k < N; ++k) first.at[k] += at_once * rows.down[k];
     }
   });
 }
@@ -117,33 +116,26 @@ void contiguous(const Pointers<T, kOut + kIn>& data, const Stack<kOut + kIn>& ro
 
 constexpr int64_t kMostLanes = 64 / sizeof(float);
 
-// The same of halves, whose conversions are instructions that the compiler makes of no loop. Rows have kMostLanes
-// elements or more.
-template <size_t kOut, size_t kIn, size_t kSame, class T, class Op>
-void contiguous_halves(const Pointers<T, kOut + kIn>& data, const Stack<kOut + kIn>& rows, const Op& op) {
+// Rows of halves, of kMostLanes elements or more, whose conversions are instructions that the compiler makes of no
+// loop. Of input `same` they have the first element only; kIn: of none.
+template <size_t kOut, size_t kIn, class T, class Op>
+void contiguous_halves(const Pointers<T, kOut + kIn>& data, size_t same, const Stack<kOut + kIn>& rows, const Op& op) {
   simd::run_for_width([&]<int kBytes>() {
     constexpr int64_t kLanes = kBytes / sizeof(float);
     rows.each(data, [&](const Pointers<T, kOut + kIn>& data) {
-      alignas(64) float same[kLanes];
-      if constexpr (kSame < kIn) {
-        alignas(64) T lanes[kLanes];
-        collect<kBytes>(data.at[kOut + kSame], 0, lanes);
-        load_vector<kBytes>(lanes, same);
-      }
-      // The last vector shares elements with the one before. It is read first, as an input may be written.
-      const bool overlaps = rows.size % kLanes != 0;
-      alignas(64) float last[kIn][kLanes];
+      alignas(64) T lanes[kLanes] = {};
+      if (same < kIn) collect<kBytes>(data.at[kOut + same], 0, lanes);
       const auto read = [&](int64_t i, float (&in)[kIn][kLanes]) {
-        for (size_t k = 0; k < kIn; ++k) {
-          k == kSame ? static_cast<void>(memcpy(in[k], same, sizeof(same)))
-                     : load_vector<kBytes>(data.at[kOut + k] + i, in[k]);
-        }
+        for (size_t k = 0; k < kIn; ++k) load_vector<kBytes>(k == same ? lanes : data.at[kOut + k] + i, in[k]);
       };
       const auto write = [&](int64_t i, const float (&in)[kIn][kLanes]) {
         alignas(64) float out[kOut][kLanes];
         apply(in, out, op);
         for (size_t k = 0; k < kOut; ++k) store_vector<kBytes>(data.at[k] + i, out[k]);
       };
+      // The last vector shares elements with the one before. It is read first, as an input may be written.
+      const bool overlaps = rows.size % kLanes != 0;
+      alignas(64) float last[kIn][kLanes];
       if (overlaps) read(rows.size - kLanes, last);
       for (int64_t i = 0; i + kLanes <= rows.size; i += kLanes) {
         alignas(64) float in[kIn][kLanes];
@@ -155,18 +147,11 @@ void contiguous_halves(const Pointers<T, kOut + kIn>& data, const Stack<kOut + k
   });
 }
 
-// Either for an input that is known at run time; kIn: none.
+// Contiguous rows, of which an input that is known at run time has the first element only; kIn: none.
 template <size_t kOut, size_t kIn, class T, class Op>
 void contiguous(const Pointers<T, kOut + kIn>& data, size_t same, const Stack<kOut + kIn>& rows, const Op& op) {
-  const auto with = [&]<size_t kSame>(std::integral_constant<size_t, kSame>) {
-    if constexpr (std::is_same_v<T, typename Compute<T>::type>) {
-      contiguous<kOut, kIn, kSame>(data, rows, op);
-    } else {
-      contiguous_halves<kOut, kIn, kSame>(data, rows, op);
-    }
-  };
   [&]<size_t... kSame>(std::index_sequence<kSame...>) {
-    static_cast<void>(((kSame == same && (with(std::integral_constant<size_t, kSame>()), true)) || ...));
+    static_cast<void>(((kSame == same && (contiguous<kOut, kIn, kSame>(data, rows, op), true)) || ...));
   }(std::make_index_sequence<kIn + 1>());
 }
 
@@ -221,11 +206,11 @@ struct Steps {
   // Not inlined: its two callers share the loops, of which there is one for each of the machine's vectors.
   template <class Op>
   [[gnu::noinline]] void go_through(const Pointers<T, N>& data, const Stack<N>& rows, const Op& op) const {
-    constexpr bool kHalves = !std::is_same_v<T, typename Compute<T>::type>;
-    if (unit && (!kHalves || rows.size >= kMostLanes)) {
-      contiguous<kOut, kIn>(data, same, rows, op);
-    } else if constexpr (kHalves) {
+    if constexpr (!std::is_same_v<T, typename Compute<T>::type>) {
+      if (unit && rows.size >= kMostLanes) return contiguous_halves<kOut, kIn>(data, same, rows, op);
       in_vectors<kOut, kIn>(data, at, rows, op);
+    } else if (unit) {
+      contiguous<kOut, kIn>(data, same, rows, op);
     } else if (apart || rows.size < kMostLanes) {
       strided<kOut, kIn>(data, at, rows, op);
     } else {

@@ -18,15 +18,7 @@ using Pair = uint32_t;
 template <class T, class V>
 struct Packing {
   static constexpr int kTerms = 1;
-  static V one(const T* at, int64_t) {
-    if constexpr (std::is_same_v<T, float16>) {
-      V number;
-      detail::read_apart(at, 1, &number, 1);
-      return number;
-    } else {
-      return load(*at);
-    }
-  }
+  static V one(const T* at, int64_t) { return load_one(*at); }
   static V last(const T* at) { return one(at, 0); }
   template <int kCount>
   static void ones(const T* from, int64_t, V* to) {
